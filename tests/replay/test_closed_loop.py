@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hiradix.apps.replay.closed_loop import Answered, ClosedLoop, Server
+from hiradix.apps.replay.closed_loop import Answered, ClosedLoop, ServerRates
 from hiradix.apps.replay.closed_report import ClosedCell, most_agents
 from hiradix.apps.replay.crowd import Agent, Crowd, Turn
-from hiradix.apps.replay.sessions import BLOCK, AgentRequest, Session, SessionFile
+from hiradix.apps.replay.sessions import BLOCK, AgentRequest, AgentSession, SessionFile
 from hiradix.apps.replay.simulated_cache import Tiers
 from hiradix.apps.replay.timing import Machine
 from hiradix.cli import main as hiradix
@@ -22,7 +22,7 @@ from hiradix.tree import Tier
 from tests.replay.test_sessions import request, session, written
 from tests.seeds import seeded, seeds
 
-SERVER = Server(Machine(prefill_rate=5_000.0, bytes_per_token=1000.0, host_rate=1e8, storage_rate=2e7))
+SERVER = ServerRates(Machine(prefill_rate=5_000.0, bytes_per_token=1000.0, host_rate=1e8, storage_rate=2e7))
 
 
 def agents_of(seed: int, count: int = 8, turns: int = 6) -> list[Agent]:
@@ -109,7 +109,7 @@ def file_of(count: int, turns: int = 12) -> SessionFile:
             AgentRequest(20.0 * k, 64 * (16 + 8 * k), 40, "m", tuple(range(16 + 8 * k)), "tool_use", 5.0)
             for k in range(turns)
         )
-        made.append(Session(f"s{number}", 64, 0, own))
+        made.append(AgentSession(f"s{number}", 64, 0, own))
     return SessionFile("made", "0", tuple(made))
 
 

@@ -316,7 +316,9 @@ class WorkerRole:
             return self._controller.query(asked.rows, asked.num_pages, asked.windows, asked.known)
         backbone, *others = asked.trailing
         if isinstance(asked, ReadPayload):
-            return self._controller.read(asked.hashes, backbone.pages, asked.chain, others, asked.extra_key)
+            return self._controller.read(
+                asked.hashes, backbone.pages, asked.chain, others, asked.extra_key, asked.tenant
+            )
         return self._controller.write_storage(asked.rows, backbone.pages, others)
 
     def _cancel(self, tickets: set[Ticket]) -> None:

@@ -31,7 +31,7 @@ _ANSWERED_S = 1e-9
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerRates:
     """What it does in a second. chunk_tokens: computed between two questions who is next."""
 
     machine: Machine = field(default_factory=Machine)
@@ -54,7 +54,7 @@ class Server:
 
 
 @dataclass(slots=True)
-class _Asked:
+class AgentCall:
     """A request from its arrival to its answer's end. left_s: of its service; None: it has not begun."""
 
     agent: int
@@ -102,7 +102,7 @@ class ClosedLoop:
     """Plays agents once. tells_end: the policy is told when an agent has had its last answer."""
 
     def __init__(
-        self, agents: list[Agent], eviction: str, tiers: Tiers, policy: AdmissionPolicy, server: Server,
+        self, agents: list[Agent], eviction: str, tiers: Tiers, policy: AdmissionPolicy, server: ServerRates,
         tells_end: bool = True,
     ):  # fmt: skip
         self.agents, self.server, self.policy = agents, server, policy
@@ -112,7 +112,7 @@ class ClosedLoop:
         self._num_events = 0
         self._now_s = 0.0
         self._is_busy = self._will_ask = False
-        self._waiting: dict[str, _Asked] = {}
+        self._waiting: dict[str, AgentCall] = {}
         self._ends: dict[str, RadixKey] = {}  # by agent: its last prompt
         self._left: dict[str, None] = {}
         self._seen: set[int] = set()
@@ -155,25 +155,25 @@ class ClosedLoop:
 
     def _arrive(self, agent: int, turn: int) -> None:
         what, name = self.agents[agent].turns[turn], self.agents[agent].name
-        asked = _Asked(agent, turn, what, self._now_s, RadixKey(what.blocks), _answer_blocks(what))
+        call = AgentCall(agent, turn, what, self._now_s, RadixKey(what.blocks), _answer_blocks(what))
         rid = f"{name}/{turn}"
-        self._waiting[rid] = asked
+        self._waiting[rid] = call
         num_blocks = len(what.blocks)
-        cold_s, footprint = self.server.price_s(num_blocks, 0, 0), (num_blocks + asked.num_answer) * BLOCK
+        cold_s, footprint = self.server.price_s(num_blocks, 0, 0), (num_blocks + call.num_answer) * BLOCK
         self.policy.add(WaitingRequest(rid, name, self._now_s, cold_s, footprint))
 
     def _serve(self) -> None:
         """Give the server to whoever is next and has room; ask again later where nobody may go."""
-        prices = {rid: self._price_s(asked) for rid, asked in self._waiting.items()}
+        prices = {rid: self._price_s(call) for rid, call in self._waiting.items()}
         for rid in self.policy.order(self._now_s, prices):
-            asked = self._waiting[rid]
-            if asked.left_s is None and not self._start(rid, asked):
+            call = self._waiting[rid]
+            if call.left_s is None and not self._start(rid, call):
                 continue
-            left_s = asked.left_s or 0.0
+            left_s = call.left_s or 0.0
             now_s = min(left_s, self.server.chunk_tokens / self.server.machine.prefill_rate)
-            asked.left_s = left_s - now_s
+            call.left_s = left_s - now_s
             self._is_busy = True
-            self._at(self._now_s + now_s, partial(self._served, rid, asked))
+            self._at(self._now_s + now_s, partial(self._served, rid, call))
             return
         if not self._will_ask:
             self._will_ask = True
@@ -183,60 +183,60 @@ class ClosedLoop:
         self._will_ask = False
         self._held_s += 0.0 if self._is_busy else ASK_AGAIN_S
 
-    def _served(self, rid: str, asked: _Asked) -> None:
+    def _served(self, rid: str, call: AgentCall) -> None:
         """A chunk was computed; with the last one the first token is there."""
         self._is_busy = False
-        if (asked.left_s or 0.0) > _ANSWERED_S:
+        if (call.left_s or 0.0) > _ANSWERED_S:
             return
         del self._waiting[rid]
-        due_s = self.policy.waiting[rid].deadline_s - asked.arrived_s
-        self.policy.computed(rid, asked.price_s)
-        self._waits.append((self._now_s - asked.arrived_s, due_s))
-        self._share(asked)
-        self._at(self._now_s + asked.what.output_tokens / self.server.decode_rate, partial(self._end, asked))
+        due_s = self.policy.waiting[rid].deadline_s - call.arrived_s
+        self.policy.computed(rid, call.price_s)
+        self._waits.append((self._now_s - call.arrived_s, due_s))
+        self._share(call)
+        self._at(self._now_s + call.what.output_tokens / self.server.decode_rate, partial(self._end, call))
 
-    def _end(self, asked: _Asked) -> None:
+    def _end(self, call: AgentCall) -> None:
         """The answer is whole."""
-        agent = self.agents[asked.agent]
-        self._release(asked)
-        self.policy.end(agent.name, self._now_s, asked.what.stop)
-        if asked.turn + 1 < len(agent.turns):
-            self._at(self._now_s + asked.what.think_s, partial(self._arrive, asked.agent, asked.turn + 1))
+        agent = self.agents[call.agent]
+        self._release(call)
+        self.policy.end(agent.name, self._now_s, call.what.stop)
+        if call.turn + 1 < len(agent.turns):
+            self._at(self._now_s + call.what.think_s, partial(self._arrive, call.agent, call.turn + 1))
         elif self._tells_end:
             self.policy.forget(agent.name)
             self._note_left()
 
     # -- the cache --------------------------------------------------------------------------
 
-    def _price_s(self, asked: _Asked) -> float:
+    def _price_s(self, call: AgentCall) -> float:
         """Seconds to its first token. Looked up again only where pages have come or gone."""
-        if asked.left_s is not None:
-            return asked.left_s
+        if call.left_s is not None:
+            return call.left_s
         counters = self.simulated.cache.counters
         at = counters.evicted_device + counters.evicted_host + counters.loaded
-        if asked.priced_at != at:
-            asked.priced_at = at
-            match = self.simulated.cache.match(asked.key)
-            asked.price_s = self._price_of(asked, match.device_node.end, match.loadable_node.end)
-        return asked.price_s
+        if call.priced_at != at:
+            call.priced_at = at
+            match = self.simulated.cache.match(call.key)
+            call.price_s = self._price_of(call, match.device_node.end, match.loadable_node.end)
+        return call.price_s
 
-    def _price_of(self, asked: _Asked, on_device: int, found: int) -> float:
-        rest = asked.what.blocks[found:].tolist()
+    def _price_of(self, call: AgentCall, on_device: int, found: int) -> float:
+        rest = call.what.blocks[found:].tolist()
         stored = 0
         if self.simulated.store is not None:
             stored = next((i for i, name in enumerate(rest) if name not in self._seen), len(rest))
         return self.server.price_s(len(rest) - stored, found - on_device, stored)
 
-    def _start(self, rid: str, asked: _Asked) -> bool:
+    def _start(self, rid: str, call: AgentCall) -> bool:
         """Fetch, load, lock and allocate for a request: all of it, or nothing and False."""
-        simulated, cache, tree, key = self.simulated, self.simulated.cache, self.simulated.tree, asked.key
-        total = len(key) + asked.num_answer
+        simulated, cache, tree, key = self.simulated, self.simulated.cache, self.simulated.tree, call.key
+        total = len(key) + call.num_answer
         hold = tree.lock(cache.match(key).device_node, Tier.DEVICE)
         short = total - hold.node.end
         has_room = short <= cache.supply.device_room()
         if has_room:
             self.policy.start(rid, self._now_s)
-            self._left.pop(self.agents[asked.agent].name, None)
+            self._left.pop(self.agents[call.agent].name, None)
             self._note_left()
             self._drop_left(short - simulated.device.available)
         tree.unlock(hold)
@@ -248,47 +248,47 @@ class ClosedLoop:
         if match.loadable_node is not node and cache.load_back(match):
             node = match.loadable_node
             cache.start_loading()
-        asked.lock = tree.lock(node, Tier.DEVICE)
+        call.lock = tree.lock(node, Tier.DEVICE)
         cache.count_use(node)
         simulated.settle()
         short = total - node.end
         cache.make_room(short)
-        asked.pages = simulated.device.alloc(short)
-        if asked.pages is None:
+        call.pages = simulated.device.alloc(short)
+        if call.pages is None:
             raise Misuse(f"{short} of {simulated.device.available} device blocks")
-        self._ends[self.agents[asked.agent].name] = key
-        self._count(asked, on_device, node.end, fetched)
+        self._ends[self.agents[call.agent].name] = key
+        self._count(call, on_device, node.end, fetched)
         return True
 
-    def _count(self, asked: _Asked, on_device: int, found: int, fetched: int) -> None:
+    def _count(self, call: AgentCall, on_device: int, found: int, fetched: int) -> None:
         stored = min(fetched, found - on_device)
-        host, missing = found - on_device - stored, len(asked.key) - found
-        asked.price_s = asked.left_s = self.server.price_s(missing, host, stored)
-        self._num_blocks += len(asked.key)
+        host, missing = found - on_device - stored, len(call.key) - found
+        call.price_s = call.left_s = self.server.price_s(missing, host, stored)
+        self._num_blocks += len(call.key)
         for tier, count in (("device", on_device), ("host", host), ("storage", stored)):
             self._hits[tier] += count
-        self._digest.update(b"%d %d %d %d " % (asked.agent, asked.turn, on_device, found))
+        self._digest.update(b"%d %d %d %d " % (call.agent, call.turn, on_device, found))
 
-    def _share(self, asked: _Asked) -> None:
+    def _share(self, call: AgentCall) -> None:
         """A prompt is computed: its pages go to the tree."""
-        if asked.lock is None or asked.pages is None:
+        if call.lock is None or call.pages is None:
             raise Misuse("a prompt without pages")
-        num_prompt = len(asked.key) - asked.lock.node.end
-        own, asked.pages = asked.pages[:num_prompt], asked.pages[num_prompt:]
-        asked.done = self.simulated.cache.insert(asked.key, own, at=asked.lock)
-        self._seen.update(asked.what.blocks.tolist())
+        num_prompt = len(call.key) - call.lock.node.end
+        own, call.pages = call.pages[:num_prompt], call.pages[num_prompt:]
+        call.done = self.simulated.cache.insert(call.key, own, at=call.lock)
+        self._seen.update(call.what.blocks.tolist())
         self.simulated.settle()
 
-    def _release(self, asked: _Asked) -> None:
-        if asked.lock is None or asked.done is None or asked.pages is None:
+    def _release(self, call: AgentCall) -> None:
+        if call.lock is None or call.done is None or call.pages is None:
             raise Misuse("an answer without a prompt")
         simulated, tree = self.simulated, self.simulated.tree
-        ended = Finished(len(asked.key) * BLOCK, asked.what.output_tokens)
-        simulated.cache.finished(asked.key, asked.done.node, ended)
+        ended = Finished(len(call.key) * BLOCK, call.what.output_tokens)
+        simulated.cache.finished(call.key, call.done.node, ended)
         simulated.settle()
-        tree.unlock(asked.lock)
-        tree.unlock(asked.done)
-        simulated.device.free(asked.pages)
+        tree.unlock(call.lock)
+        tree.unlock(call.done)
+        simulated.device.free(call.pages)
 
     # -- sessions that left -----------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hiradix.apps.replay.closed_loop import Answered, ClosedLoop, Server
+from hiradix.apps.replay.closed_loop import Answered, ClosedLoop, ServerRates
 from hiradix.apps.replay.crowd import Crowd, working_set_tokens
 from hiradix.apps.replay.records import open_records
 from hiradix.apps.replay.report import Row, millions
@@ -30,7 +30,7 @@ class ClosedCell:
     eviction: str
     tiers: Tiers
     schedule: str
-    server: Server
+    server: ServerRates
     tells_end: bool = True
 
     def play(self, file: SessionFile, make: Make | None = None) -> Answered:
@@ -141,7 +141,7 @@ def closed_rows(args: argparse.Namespace, sizes: Sequence[int], machine: Machine
     if args.sessions is None:
         raise ConfigError("--closed-loop needs --sessions")
     crowd = Crowd(args.sessions, args.turns, args.spread, args.seed, args.share_heads)
-    server = Server(machine, args.decode_rate, args.chunk)
+    server = ServerRates(machine, args.decode_rate, args.chunk)
     rows = []
     for name in args.traces:
         file = _session_file(Path(name))
@@ -150,7 +150,7 @@ def closed_rows(args: argparse.Namespace, sizes: Sequence[int], machine: Machine
     return rows
 
 
-def _cells(args: Any, sizes: Sequence[int], crowd: Crowd, server: Server) -> Iterator[ClosedCell]:
+def _cells(args: Any, sizes: Sequence[int], crowd: Crowd, server: ServerRates) -> Iterator[ClosedCell]:
     for size in sizes:
         tiers = Tiers(size, args.host, args.storage, args.write_policy)
         for eviction in (args.policies or "lru").split(","):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hiradix.apps.replay.sessions import BLOCK, AgentRequest, BlockNames, Session, SessionFile
+from hiradix.apps.replay.sessions import BLOCK, AgentRequest, AgentSession, SessionBlocks, SessionFile
 from hiradix.apps.replay.trace import Blocks
 from hiradix.errors import ConfigError
 
@@ -58,7 +58,7 @@ class Crowd:
     def drawn(self, file: SessionFile) -> list[Agent]:
         """The agents. ConfigError where the file has too few long sessions."""
         rng, starts = random.Random(self.seed), random.Random(_STARTS_SEED)
-        names, order = BlockNames(self.shares_heads), list(file.sessions)
+        names, order = SessionBlocks(self.shares_heads), list(file.sessions)
         rng.shuffle(order)
         found: list[Agent] = []
         for session in order:
@@ -76,7 +76,7 @@ class Crowd:
         return found
 
 
-def _turns(session: Session, requests: tuple[AgentRequest, ...], names: BlockNames) -> Iterator[Turn]:
+def _turns(session: AgentSession, requests: tuple[AgentRequest, ...], names: SessionBlocks) -> Iterator[Turn]:
     for request, following in zip(requests, (*requests[1:], None)):
         think_s = 0.0
         if following is not None:

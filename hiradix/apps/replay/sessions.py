@@ -46,7 +46,7 @@ class SubAgent(NamedTuple):
     requests: tuple[AgentRequest, ...]
 
 
-class Session(NamedTuple):
+class AgentSession(NamedTuple):
     """An agent's requests in order. head_tokens: of tools and system prompt, which others may share.
 
     is_local: equal ids of another session are not the same blocks.
@@ -69,7 +69,7 @@ class SessionFile(NamedTuple):
 
     name: str
     source: str
-    sessions: tuple[Session, ...]
+    sessions: tuple[AgentSession, ...]
 
 
 # -- reading --------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ def read_sessions(file: Records) -> SessionFile:
     return SessionFile(file.name, file.source, tuple(file.read(_session)))
 
 
-def _session(record: Record) -> Session:
+def _session(record: Record) -> AgentSession:
     size = count_of(record, "block_size")
     if size < 1 or BLOCK % size:
         raise ValueError(f"block_size is {size}, no divisor of {BLOCK}")
@@ -93,7 +93,7 @@ def _session(record: Record) -> Session:
     if scope not in ("local", "global"):
         raise ValueError(f"hash_id_scope is {scope!r}, neither local nor global")
     requests = _requests(record, "requests", may_nest=True)
-    return Session(str(record["id"]), size, _head(record), tuple(requests), scope == "local")
+    return AgentSession(str(record["id"]), size, _head(record), tuple(requests), scope == "local")
 
 
 def _head(record: Record) -> int:
@@ -180,7 +180,7 @@ class Fleet:
         if not 0 < self.mean_gap_s < float("inf"):
             raise ConfigError(f"--mean-gap must be > 0, got {self.mean_gap_s:g}")
 
-    def starts(self, file: SessionFile) -> Iterator[tuple[float, Session]]:
+    def starts(self, file: SessionFile) -> Iterator[tuple[float, AgentSession]]:
         """The file's sessions that take part, each with the second at which it starts, in that order.
 
         ConfigError where there are too few.
@@ -198,7 +198,7 @@ class Fleet:
 EVERY_SESSION = Fleet()
 
 
-class _Asked(NamedTuple):
+class _FleetRequest(NamedTuple):
     """One request of a fleet. time_s: since its session began. head_tokens: of the list it is in."""
 
     time_s: float
@@ -206,23 +206,23 @@ class _Asked(NamedTuple):
     request: AgentRequest
 
 
-def _asked(session: Session) -> Iterator[_Asked]:
+def _asked(session: AgentSession) -> Iterator[_FleetRequest]:
     """All that a session sends, list by list."""
     for entry in session.requests:
         if isinstance(entry, AgentRequest):
-            yield _Asked(entry.time_s, session.head_tokens, entry)
+            yield _FleetRequest(entry.time_s, session.head_tokens, entry)
         else:
-            yield from (_Asked(entry.time_s + r.time_s, entry.head_tokens, r) for r in entry.requests)
+            yield from (_FleetRequest(entry.time_s + r.time_s, entry.head_tokens, r) for r in entry.requests)
 
 
-class BlockNames:
+class SessionBlocks:
     """Names the blocks of many sessions: equal names iff equal contents from the start."""
 
     def __init__(self, shares_heads: bool) -> None:
         self._shares_heads = shares_heads
         self._names: dict[tuple[Hashable, ...], int] = {}
 
-    def of(self, session: Session, head_tokens: int, request: AgentRequest) -> list[int]:
+    def of(self, session: AgentSession, head_tokens: int, request: AgentRequest) -> list[int]:
         """Names of a request's whole blocks."""
         per, at, found = BLOCK // session.block_tokens, -1, []
         shared = head_tokens // session.block_tokens if self._shares_heads and session.is_local else 0
@@ -241,7 +241,7 @@ def merged(file: SessionFile, fleet: Fleet, limit: int | None = None) -> Trace:
     """A fleet of a file's sessions as one trace, open loop: each request at its time, whenever the one before
     was answered. Prompts are counted in whole blocks.
     """
-    names, calls = BlockNames(fleet.shares_heads), list[TraceRequest]()
+    names, calls = SessionBlocks(fleet.shares_heads), list[TraceRequest]()
     for start_s, session in fleet.starts(file):
         calls += _calls(session, start_s, names)
     calls.sort(key=lambda call: call.time_s)
@@ -253,7 +253,7 @@ def merged(file: SessionFile, fleet: Fleet, limit: int | None = None) -> Trace:
     return Trace(title + shared, file.source, BLOCK, tuple(calls[:limit]))
 
 
-def _calls(session: Session, start_s: float, names: BlockNames) -> Sequence[TraceRequest]:
+def _calls(session: AgentSession, start_s: float, names: SessionBlocks) -> Sequence[TraceRequest]:
     calls = []
     for asked in _asked(session):
         request = asked.request
