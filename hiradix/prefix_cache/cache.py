@@ -34,7 +34,7 @@ from hiradix.prefix_cache.records import (
 )
 from hiradix.prefix_cache.slots import Pages, PageSlots, RowCopies, SlotPages, pages_of, slots_of
 from hiradix.prefix_cache.stats import stats_of
-from hiradix.transfer import JobKind, LayerDoneCounter, TransferController
+from hiradix.transfer import HiCacheController, JobKind, LayerDoneCounter
 from hiradix.tree import BACKBONE, DEVICE, FULL, DeadLeaf, Lock, Node, RadixKey, RadixTree
 from hiradix.tree.key import as_tokens, namespace
 from hiradix.tree.native import mypyc_attr
@@ -417,7 +417,7 @@ class PrefixCache:
         return self.cache.controller is not None
 
     @property
-    def controller(self) -> TransferController:
+    def controller(self) -> HiCacheController:
         """What moves pages between the tiers."""
         controller = self.cache.controller
         if controller is None:
