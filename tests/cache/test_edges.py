@@ -28,7 +28,7 @@ def device_alone(policy: str, config: dict[str, Any]) -> HierarchicalCache:
 def test_a_policy_that_learns_hears_of_each_request_that_ended() -> None:
     cache = device_alone("ghd", {})
     prompt = RadixKey(range(8))
-    lock = cache.insert(prompt, cache.supply.device.alloc(2))
+    lock = cache.insert(prompt, cache.supply.device_pools[0].alloc(2))
     cache.finished(prompt, lock.node, Finished(8, 3))
     assert cache.learner is not None and cache.learner.clock == 11
 
