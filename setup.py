@@ -13,7 +13,7 @@ AT_EACH_TURN = {
     "cache": "core in_flight load_back pages storage_backup write_through",
     "transfer": "controller counters drivers gate job_table jobs runners worker",
     "memory": "allocator",
-    "prefix_cache": "hiradix radix slots",
+    "prefix_cache": "cache names slots",
 }
 BY_HAND = {
     f"hiradix.{folder}.{name}": f"hiradix/{folder}/{name}.c"

@@ -105,7 +105,8 @@ class Unified(TreePeer):
         return types.SimpleNamespace(
             finished=lambda: False, full_untruncated_fill_ids=self._full, kv=kv, priority=0, session_id=None,
             kv_rotation_base=None, extra_key=None, cache_salt=None, origin_input_ids=request.fill_ids,
-            lock=request.receipt, last_node=request.last_node, rid=request.rid, finished_reason=None,
+            lock=request.swa_uuid_for_lock, last_node=request.last_node, rid=request.rid,
+            finished_reason=None,
         )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ class Request:
     num_committed: int
     cache_protected_len: int
     last_node: Any
-    receipt: Any
+    swa_uuid_for_lock: Any  # what lock gave; 0.5.9 has the name with windows alone
     prefix_indices: torch.Tensor
     req_pool_idx: int = 1
     extra_key: str | None = None

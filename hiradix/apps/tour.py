@@ -33,7 +33,7 @@ from hiradix.policy.eviction import eviction_policies
 from hiradix.prefix_cache import (
     CacheInitParams,
     EvictParams,
-    HiRadixCache,
+    LockReceipt,
     MatchPrefixParams,
     ModelIdentity,
     RadixKey,
@@ -141,6 +141,7 @@ class TourRequest:
     origin_input_ids: Sequence[int]
     fill_ids: Sequence[int]
     last_node: Any
+    swa_uuid_for_lock: LockReceipt
     prefix_indices: torch.Tensor
     cache_protected_len: int
     output_ids: Sequence[int] = ()
@@ -172,11 +173,9 @@ class TinyEngine:
             hicache_storage_backend_extra_config=ExtraConfig.from_mapping(extra),
         )
         params = CacheInitParams(False, self.rows, self.slots, PAGE, eviction_policy=eviction_policy)
-        cache = build_prefix_cache(config, params, self.pool, ModelIdentity("tour"))
-        assert isinstance(cache, HiRadixCache)
-        self.cache = cache
+        self.cache = build_prefix_cache(config, params, self.pool, ModelIdentity("tour"))
         self._news = threading.Event()
-        cache.set_wakeup(self._news.set)
+        self.cache.set_wakeup(self._news.set)
 
     def admit(self, rid: str, tokens: Sequence[int]) -> TourRequest:
         """Match the prompt, load back what the host has of it, and lock the prefix that was found."""
@@ -185,8 +184,8 @@ class TinyEngine:
         if found.host_hit_length:
             loaded, node = self.cache.init_load_back(found.last_host_node, found.host_hit_length)
             slots = torch.cat([slots, loaded])
-        self.cache.inc_lock_ref(node)
-        return TourRequest(rid, tokens, tokens, node, slots, len(slots))
+        receipt = self.cache.inc_lock_ref(node)
+        return TourRequest(rid, tokens, tokens, node, receipt, slots, len(slots))
 
     def forward(self, request: TourRequest) -> None:
         """Compute what the prompt has beyond its prefix; read all of it layer by layer, as attention does."""
@@ -292,7 +291,7 @@ def _take_steps(engine: TinyEngine, recorder: Recorder) -> None:
             raise CacheError("storage did not give the page back")
     with recorder.during(7):
         second = engine.admit("second", prompt)
-        cache.layer_done_counter.set_consumer(engine.start_copies())
+        cache.controller.layer_done_counter.set_consumer(engine.start_copies())
     with recorder.during(8):
         engine.forward(second)
         engine.finish(second)

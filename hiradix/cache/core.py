@@ -161,6 +161,11 @@ class HierarchicalCache:
         match = self.tree.match(key)
         return match if self._load_back is None else self._load_back.usable(match)
 
+    def match_again(self, node: Node) -> Match:
+        """As `match`, of the path to `node`, which one gave earlier: what was evicted since is left out."""
+        match = self.tree.boundaries(self.tree.current(node) or self.tree.root)
+        return match if self._load_back is None else self._load_back.usable(match)
+
     def load_back(self, match: Match, quota_pages: int | None = None) -> int | None:
         """Bring `match.loadable_node` to the device: pages queued, or None if it cannot be."""
         if self._load_back is None or match.loadable_node is match.device_node:

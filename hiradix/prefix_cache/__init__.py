@@ -1,4 +1,4 @@
-"""Drop-in prefix-cache classes for engines.
+"""The drop-in prefix cache for engines: one class, `PrefixCache`, under the names that engines construct.
 
 `RadixCache` (device only) and `HiRadixCache` (all tiers); for models that mix full attention and sliding
 windows `SWARadixCache` and `SWAHiRadixCache`, for those with recurrent layers `StateRadixCache` and
@@ -7,8 +7,9 @@ windows `SWARadixCache` and `SWAHiRadixCache`, for those with recurrent layers `
 
 from __future__ import annotations
 
+from hiradix.prefix_cache.attached import AttachedStorage, OpenedStorage
+from hiradix.prefix_cache.cache import PrefixCache
 from hiradix.prefix_cache.factory import build_hybrid_cache, build_prefix_cache
-from hiradix.prefix_cache.hiradix import HiRadixCache, OpenedStorage
 from hiradix.prefix_cache.identity import (
     ModelIdentity,
     component_name,
@@ -17,7 +18,15 @@ from hiradix.prefix_cache.identity import (
     run_with,
     stored_pages,
 )
-from hiradix.prefix_cache.radix import RadixCache
+from hiradix.prefix_cache.names import (
+    HiRadixCache,
+    RadixCache,
+    StateHiRadixCache,
+    StateRadixCache,
+    SWAHiRadixCache,
+    SWARadixCache,
+)
+from hiradix.prefix_cache.receipts import LockReceipt
 from hiradix.prefix_cache.records import (
     CacheInitParams,
     CacheStats,
@@ -26,16 +35,14 @@ from hiradix.prefix_cache.records import (
     EvictResult,
     InsertParams,
     InsertResult,
-    LockReceipt,
     MatchPrefixParams,
     MatchResult,
 )
-from hiradix.prefix_cache.state import StateHiRadixCache, StateRadixCache
-from hiradix.prefix_cache.swa import SWAHiRadixCache, SWARadixCache
 from hiradix.prefix_cache.weight_files import Origin, origin_of, repository_of
 from hiradix.tree import RadixKey
 
 __all__ = [
+    "AttachedStorage",
     "CacheInitParams",
     "CacheStats",
     "ComputedPages",
@@ -50,6 +57,7 @@ __all__ = [
     "ModelIdentity",
     "OpenedStorage",
     "Origin",
+    "PrefixCache",
     "RadixCache",
     "RadixKey",
     "SWAHiRadixCache",

@@ -22,8 +22,8 @@ from hiradix.memory import (
 )
 from hiradix.policy.prefetch_policy import PrefetchPolicy
 from hiradix.policy.write_policy import WritePolicy
-from hiradix.prefix_cache.hiradix import HiRadixCache, StorageFactory, prefetch_limits
-from hiradix.prefix_cache.hybrid import HybridRadixCache
+from hiradix.prefix_cache.attached import StorageFactory, prefetch_limits
+from hiradix.prefix_cache.cache import PrefixCache
 from hiradix.prefix_cache.identity import (
     STATE_NAME,
     ModelIdentity,
@@ -31,10 +31,15 @@ from hiradix.prefix_cache.identity import (
     is_replicated,
     stored_pages,
 )
-from hiradix.prefix_cache.radix import RadixCache
+from hiradix.prefix_cache.names import (
+    HiRadixCache,
+    RadixCache,
+    StateHiRadixCache,
+    StateRadixCache,
+    SWAHiRadixCache,
+    SWARadixCache,
+)
 from hiradix.prefix_cache.records import CacheInitParams
-from hiradix.prefix_cache.state import StateHiRadixCache, StateRadixCache
-from hiradix.prefix_cache.swa import SWAHiRadixCache, SWARadixCache
 from hiradix.storage import (
     ComponentPages,
     Stores,
@@ -59,7 +64,7 @@ def build_prefix_cache(
     device_pool: DevicePool,
     model: ModelIdentity,
     runtime: Runtime | None = None,
-) -> RadixCache:
+) -> PrefixCache:
     """A `HiRadixCache` when the hierarchical cache is on, else a `RadixCache`; never reuses when disabled.
 
     device_pool: the pool behind `params.token_to_kv_pool_allocator`. runtime: what runs the transfers, for
@@ -94,7 +99,7 @@ def build_prefix_cache(
     witness = _witness(params, host.controller, [host_pool])
     trust = _trust(config, params, witness, stores=host.controller.backs_up)
     cache = HiRadixCache(params, host, NamedStorage([stored], trust))
-    cache.served_model_name = model.model_id
+    cache.attached.served_model_name = model.model_id
     _attach(cache, config)
     return cache
 
@@ -105,7 +110,7 @@ def build_hybrid_cache(
     pools: HybridPools,
     model: ModelIdentity,
     runtime: Runtime | None = None,
-) -> HybridRadixCache:
+) -> PrefixCache:
     """As `build_prefix_cache` for models that mix kinds of layers.
 
     pools: those behind `params.token_to_kv_pool_allocator`, and with recurrent states `params.state_records`.
@@ -135,7 +140,7 @@ def build_hybrid_cache(
     ]
     witness = _witness(params, tier.controller, hosts)
     cache = kind.tiered(params, tier, NamedStorage(stored, _trust(config, params, witness)))
-    cache.served_model_name = model.model_id
+    cache.attached.served_model_name = model.model_id
     _attach(cache, config)
     return cache
 
@@ -144,8 +149,8 @@ def build_hybrid_cache(
 class _Kind:
     """The classes for a kind of component beside full attention, and what storage calls its pages."""
 
-    on_device: Callable[[CacheInitParams], HybridRadixCache]
-    tiered: Callable[[CacheInitParams, HostTier, StorageFactory], SWAHiRadixCache | StateHiRadixCache]
+    on_device: Callable[[CacheInitParams], PrefixCache]
+    tiered: Callable[[CacheInitParams, HostTier, StorageFactory], PrefixCache]
     name: str
 
 
@@ -200,11 +205,11 @@ def _one_copy(pair: int, device_page: int) -> tuple[tuple[Pages, Pages], list[Co
     return (one, []) if pair == BACKBONE_PAIR else ((NO_PAGES, NO_PAGES), [Copy(*one, pair)])
 
 
-def _attach(cache: HiRadixCache, config: HiCacheConfig) -> None:
+def _attach(cache: PrefixCache, config: HiCacheConfig) -> None:
     """Attach the storage that `config` asks for, or close the cache."""
     if config.hicache_storage_backend is not None:
         try:
-            cache.attach(config.hicache_storage_backend, config.hicache_storage_backend_extra_config)
+            cache.attached.attach(config.hicache_storage_backend, config.hicache_storage_backend_extra_config)
         except BaseException:
             cache.close()
             raise

@@ -10,7 +10,7 @@ import torch
 
 from hiradix.cache import Agree, PageSource
 from hiradix.transfer import TransferStats
-from hiradix.tree import Lock, Node, RadixKey
+from hiradix.tree import Node, RadixKey
 
 
 class SlotAllocatorLike(Protocol):
@@ -52,17 +52,28 @@ class ReqToTokenPoolLike(Protocol):
 
 
 class RequestLike(Protocol):
-    """What the cache reads and writes on an engine's request."""
+    """What the cache reads and writes on an engine's request.
 
-    rid: str
-    origin_input_ids: Sequence[int]
-    output_ids: Sequence[int]
-    fill_ids: Sequence[int]
-    req_pool_idx: int
+    Its lock's receipt, what `inc_lock_ref` gave, may be kept in `swa_uuid_for_lock`, as upstream has it with
+    windows; a request without one holds a lock that is given back by its `last_node`.
+    """
+
     prefix_indices: torch.Tensor
     last_node: Any
     cache_protected_len: int
-    extra_key: str | None
+
+    @property
+    def rid(self) -> str: ...
+    @property
+    def origin_input_ids(self) -> Sequence[int]: ...
+    @property
+    def output_ids(self) -> Sequence[int]: ...
+    @property
+    def fill_ids(self) -> Sequence[int]: ...
+    @property
+    def req_pool_idx(self) -> int | None: ...
+    @property
+    def extra_key(self) -> str | None: ...
 
     def pop_committed_kv_cache(self) -> int: ...
 
@@ -169,13 +180,6 @@ class EvictResult(NamedTuple):
     num_tokens_evicted: int = 0
     swa_num_tokens_evicted: int = 0
     mamba_num_evicted: int = 0
-
-
-class LockReceipt(NamedTuple):
-    """What `inc_lock_ref` returns and `dec_lock_ref` takes. delta: tokens that became protected, negated."""
-
-    lock: Lock
-    delta: int = 0
 
 
 WINDOW = 1  # the component of sliding windows

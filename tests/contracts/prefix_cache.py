@@ -20,8 +20,9 @@ import numpy as np
 import pytest
 import torch
 
+from hiradix.errors import BadNamespace, Misuse
 from hiradix.prefix_cache import EvictParams, InsertParams, LockReceipt, MatchPrefixParams, RadixKey
-from hiradix.tree import Node
+from hiradix.tree import Node, Tier
 from tests.prefix_cache.bench_engine import Bench, Request, closed_after, prompt
 from tests.seeds import is_enough, seeded, seeds
 
@@ -139,6 +140,42 @@ class PrefixCacheContract(_Contract):
         b.finish(started(b, prompt(10), share=False))
         assert started(b, prompt(14)).device_tokens == 8
         b.check()
+
+    @pytest.mark.parametrize("field", ["extra_key", "cache_salt"])
+    @pytest.mark.parametrize("value", ["\ud800", "a\udfff", 7, b"x", ("lora", 1)], ids=ascii)
+    def test_what_names_no_namespace_is_refused_at_every_door(
+        self, bench: Make, field: str, value: Any
+    ) -> None:
+        """Before anything is served, locked or changed."""
+        b = bench()
+        served(b, prompt(20))
+        req = started(b, prompt(20))
+        for token in (100, 101, 102, 103):
+            assert b.decode(req, token)
+        before = b.cache.stats()
+        with pytest.raises(BadNamespace, match=field):
+            found(b, prompt(20), **{field: value})
+        with pytest.raises(BadNamespace, match=field):
+            b.cache.insert(InsertParams(RadixKey(prompt(8), **{field: value}), torch.arange(8)))
+        setattr(req, field, value)
+        doors = [
+            lambda: b.cache.cache_unfinished_req(req),
+            lambda: b.cache.cache_finished_req(req),
+            lambda: self.prefetched(b, req),
+        ]
+        for door in doors:
+            with pytest.raises(BadNamespace, match=field):
+                door()
+        assert b.cache.stats() == before
+        setattr(req, field, None)
+        b.finish(req, insert=False)
+        b.settle()
+        assert b.cache.protected_size() == 0
+        b.check()
+
+    def prefetched(self, b: Bench, req: Request) -> None:
+        """Ask storage for what follows; a class without storage refuses the name too."""
+        b.cache.prefetch_from_storage(req.rid, b.cache.root_node, req.fill_ids[:-1], req=req)
 
     # -- match ----------------------------------------------------------------------------
 
@@ -366,6 +403,73 @@ class HostTierContract(_Contract):
         assert len(indices) == 40 and node is match.last_host_node
         b.settle()
         b.check()
+
+    @pytest.mark.parametrize("num_device", [0, 20])
+    @pytest.mark.parametrize("num_other", [25, 33, 41, 61], ids=lambda n: f"other-{n}")
+    def test_a_load_back_goes_on_from_the_prefix_that_was_matched(
+        self, bench: Make, num_device: int, num_other: int
+    ) -> None:
+        """Whatever others have loaded since: prefix and answer skip no page, and repeat none."""
+        b = bench()
+        for num_tokens in (21, 25, 33, 41, 61):  # so that a match may end there, with windows too
+            served(b, prompt(num_tokens))
+        b.cache.evict(EVERYTHING)
+        first = started(b, prompt(num_device + 1)) if num_device else None
+        req = started(b, prompt(41), between=lambda: started(b, prompt(num_other)))  # verifies all of it
+        assert (req.device_tokens, req.host_tokens) == (num_device, 40 - num_device)
+        assert len(req.prefix_indices) == 41 and req.last_node.end * b.page_size == 40
+        b.check()
+        for running in (first, *b.running):
+            if running in b.running:
+                b.finish(running)
+        b.settle()
+        b.check()
+
+    @pytest.mark.parametrize("num_device", [0, 20])
+    @pytest.mark.parametrize("why", ["no room", "part of it there, no room", "gone from the host"])
+    def test_a_load_back_that_is_refused_leaves_the_prefix_that_was_matched(
+        self, bench: Make, num_device: int, why: str
+    ) -> None:
+        b = bench()
+        for num_tokens in (21, 25, 41):
+            served(b, prompt(num_tokens))
+        b.cache.evict(EVERYTHING)
+        if num_device:
+            started(b, prompt(num_device + 1))
+        match = found(b, prompt(41))
+        held = b.cache.inc_lock_ref(match.last_device_node)
+        if why == "gone from the host":
+            b.cache.cache.supply.evict(Tier.HOST, 1000)
+        if why == "part of it there, no room":
+            started(b, prompt(25))
+        blocker = b.allocator.alloc(b.allocator.available_size() - 8)
+        slots, node = b.cache.init_load_back(match.last_host_node, match.host_hit_length)
+        assert len(slots) == 0 and node.end * b.page_size == num_device == len(match.device_indices)
+        b.cache.dec_lock_ref(b.cache.inc_lock_ref(node))
+        b.cache.dec_lock_ref(held)
+        b.allocator.free(blocker)
+        b.settle()
+        b.check()
+
+    def test_a_load_back_behind_a_prefix_that_nobody_locked_is_refused(self, bench: Make) -> None:
+        b = bench()
+        for num_tokens in (21, 41):
+            served(b, prompt(num_tokens))
+        b.cache.evict(EVERYTHING)
+        b.finish(started(b, prompt(21)))
+        match = found(b, prompt(41))
+        assert len(match.device_indices) == 20
+        b.cache.evict(EVERYTHING)
+        with pytest.raises(Misuse, match="not locked"):
+            b.cache.init_load_back(match.last_host_node, 20, mem_quota=0)
+
+    @pytest.mark.parametrize("length", [-4, 3, 44])
+    def test_a_host_hit_of_a_length_that_no_match_gives_is_refused(self, bench: Make, length: int) -> None:
+        b = bench()
+        served(b, prompt(41))
+        b.cache.evict(EVERYTHING)
+        with pytest.raises(Misuse, match="host_hit_length"):
+            b.cache.init_load_back(found(b, prompt(40)).last_host_node, length)
 
     def test_no_host_hit_crosses_a_namespace(self, bench: Make) -> None:
         b = bench()

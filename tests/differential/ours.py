@@ -33,7 +33,7 @@ from hiradix.prefix_cache import (
     RadixKey,
     SWARadixCache,
 )
-from hiradix.prefix_cache.hiradix import prefetch_limits
+from hiradix.prefix_cache.attached import prefetch_limits
 from hiradix.prefix_cache.records import WINDOW
 from hiradix.transfer import Runtime, StepDriver, TransferController
 from hiradix.tree import AS_INSERTED, DeadLeaf, Node, Tier
@@ -105,7 +105,7 @@ class OurSide(Side):
             tier = self._host_tier(num_host, setup.write_policy)
             self.cache = HiRadixCache(params, tier, _no_storage if not setup.storage else _in_memory)
             if setup.storage:
-                self.cache.attach("memory", ExtraConfig())
+                self.cache.attached.attach("memory", ExtraConfig())
         if manner.as_inserted:
             self.cache.tree._residencies.granularity = AS_INSERTED  # the class has no parameter for it
 

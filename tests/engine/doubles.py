@@ -32,6 +32,11 @@ class NoReuse:
     ongoing_prefetch: tuple[object, ...] = ()
     ongoing_backup: tuple[object, ...] = ()
 
+    is_transferring = has_host = False
+    layer_done_counter = storage_name = None
+
+    def note_prefill(self, num_tokens: int, seconds: float) -> None: ...
+
     def check_hicache_events(self) -> None: ...
 
     def ready_to_load_host_cache(self) -> int:

@@ -191,7 +191,7 @@ def test_storage_is_told_by_it_when_it_is_attached_while_serving(
     other = altered(llama, tmp_path / "other", with_adapter)
     for path, found in ((other, [0, 0]), (str(llama.path), [96, 56])):
         engine = make_engine(model_path=path, cache=TIERED, **SIZES)
-        engine.cache.served_model_name = None  # both claim one identity here, whatever they are called
+        engine.cache.attached.served_model_name = None  # both claim one identity here
         for _ in range(2):
             ok, message = engine.attach_storage("file", extra, "wait_complete")
             assert ok, message

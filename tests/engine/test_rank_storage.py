@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from hiradix.apps.engine.rank_storage import MAX_OPEN_S, clear_on_ranks, open_timeout_s
-from hiradix.prefix_cache import HiRadixCache
+from hiradix.prefix_cache import AttachedStorage
 
 DEADLINE_S = 60.0
 
@@ -35,13 +35,13 @@ class Cache:
 def test_what_came_of_a_clear_is_told_to_the_others_once(ends: bool | Exception) -> None:
     cache = Cache(ends)
     cache.may.set()
-    assert clear_on_ranks(cast(HiRadixCache, cache), DEADLINE_S) is (ends is True)
+    assert clear_on_ranks(cast(AttachedStorage, cache), DEADLINE_S) is (ends is True)
     assert cache.told == [ends is True]
 
 
 def test_a_clear_that_hangs_is_told_as_failed_at_its_deadline() -> None:
     cache = Cache(True)
-    assert not clear_on_ranks(cast(HiRadixCache, cache), 0.01)
+    assert not clear_on_ranks(cast(AttachedStorage, cache), 0.01)
     assert cache.told == [False]
     cache.may.set()
 
@@ -53,4 +53,4 @@ def test_a_backend_has_half_of_what_ranks_wait_for_each_other() -> None:
 def test_without_storage_there_is_nothing_to_clear_or_tell() -> None:
     cache = Cache(True)
     cache.storage = None
-    assert not clear_on_ranks(cast(HiRadixCache, cache), 0.01) and cache.told == []
+    assert not clear_on_ranks(cast(AttachedStorage, cache), 0.01) and cache.told == []

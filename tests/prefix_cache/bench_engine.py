@@ -150,16 +150,20 @@ class Bench:
     # -- a request's life ---------------------------------------------------------------
 
     def start(
-        self, tokens: list[int], *, wait_s: float = PATIENCE_S, share: bool = True, **namespace: Any
-    ) -> Request | None:
-        """Admit a request and prefill it; None when the pool has no room."""
+        self, tokens: list[int], *, wait_s: float = PATIENCE_S, share: bool = True,
+        between: Callable[[], object] | None = None, **namespace: Any,
+    ) -> Request | None:  # fmt: skip
+        """Admit a request and prefill it; None when the pool has no room.
+
+        between: what others do between its match and its load back.
+        """
         self.counter += 1
         req = Request(f"r{self.counter}", list(tokens), **namespace)
         req.fill_ids = list(tokens)
         self.cache.check_hicache_events()
         if self.cache.enable_storage:
             self._prefetch(req, wait_s)
-        if not self._admit(req):
+        if not self._admit(req, between):
             return None
         slot = self.cache.ready_to_load_host_cache()
         counter = getattr(self.cache, "layer_done_counter", None)
@@ -193,9 +197,11 @@ class Bench:
             assert self.cache.controller.wait_any(wait_s), "prefetch made no progress"
             self.cache.check_hicache_events()
 
-    def _admit(self, req: Request) -> bool:
+    def _admit(self, req: Request, between: Callable[[], object] | None = None) -> bool:
         self._match(req)
         held = self.cache.inc_lock_ref(req.last_node)
+        if between is not None:
+            between()
         req.device_tokens = len(req.prefix_indices)
         if req.host_hit_length:
             indices, node = self.cache.init_load_back(req.last_host_node, req.host_hit_length)

@@ -135,7 +135,7 @@ def test_lock_pins_and_unlock_releases(make: Make) -> None:
     receipt = bench.cache.inc_lock_ref(node)
     assert receipt.delta == -8
     assert bench.cache.evict(EvictParams(100)).num_tokens_evicted == 0
-    assert bench.cache.dec_lock_ref(node) == 8
+    assert bench.cache.dec_lock_ref(receipt) == 8
     assert bench.cache.evict(EvictParams(100)).num_tokens_evicted == 8
 
 
@@ -225,15 +225,15 @@ def test_attach_detach_messages_and_effect(make: Make, tmp_path: object) -> None
 
 def test_a_backend_that_may_not_be_attached_is_closed_again(make: Make, tmp_path: object) -> None:
     cache, extra = make(**storage(tmp_path)).cache, extra_of(tmp_path)
-    opened = cache.open_storage("file", extra)
-    ok, message = cache.attach_opened(opened)
+    opened = cache.attached.open("file", extra)
+    ok, message = cache.attached.attach_opened(opened)
     assert not ok and "storage is attached already" in message
-    made, opens = [], cache.storage_factory
-    cache.storage_factory = lambda *given: made.append(opens(*given)) or made[-1]
+    made, opens = [], cache.attached.factory
+    cache.attached.factory = lambda *given: made.append(opens(*given)) or made[-1]
     with pytest.raises(StorageError, match="attached already"):
-        cache.attach("file", parse_extra_config(extra))
+        cache.attached.attach("file", parse_extra_config(extra))
     assert not opened.storage.ping() and [store.ping() for store in made] == [False]
-    assert cache.storage.ping() and cache.storage_name == "file"
+    assert cache.attached.storage.ping() and cache.storage_name == "file"
 
 
 def test_a_request_that_waits_no_longer_goes_on_with_what_is_there(make: Make, tmp_path: object) -> None:
@@ -442,7 +442,7 @@ def test_what_is_no_count_changes_nothing(make: Make, num_tokens: object) -> Non
 
 def test_an_attach_under_another_name_is_refused_by_name(make: Make, tmp_path: object) -> None:
     bench = make(enable_hierarchical_cache=True, hicache_ratio=2.0)
-    extra, own = json.dumps({"file_storage_path": str(tmp_path)}), bench.cache.served_model_name
+    extra, own = json.dumps({"file_storage_path": str(tmp_path)}), bench.cache.attached.served_model_name
     ok, message = bench.cache.attach_storage_backend("file", extra, served_model_name="another")
     assert not ok and message.startswith("served_model_name: 'another'") and not bench.cache.enable_storage
     ok, message = bench.cache.attach_storage_backend("file", extra, served_model_name=own)

@@ -151,9 +151,9 @@ def test_a_load_that_gets_pages_of_one_pool_alone_gives_them_back(make: Make) ->
     found = bench.cache.match_prefix(MatchPrefixParams(RadixKey(prompt(20))))
     allocator = bench.allocator.swa_attn_allocator
     free = bench.allocator.full_available_size(), bench.allocator.swa_available_size()
-    bench.cache._window_pages._allocator = Refusing(bench.allocator)
+    bench.cache._beside.pages._allocator = Refusing(bench.allocator)
     assert not len(bench.cache.init_load_back(found.last_host_node, found.host_hit_length)[0])
-    bench.cache._window_pages._allocator = bench.allocator
+    bench.cache._beside.pages._allocator = bench.allocator
     assert bench.allocator.swa_attn_allocator is allocator
     assert free == (bench.allocator.full_available_size(), bench.allocator.swa_available_size())
     assert bench.cache.protected_size() == bench.cache.swa_protected_size() == 0

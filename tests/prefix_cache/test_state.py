@@ -2,38 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from hiradix.config import HiCacheConfig
 from hiradix.errors import ConfigError
-from hiradix.memory import PageAllocator, ReqToTokenPool, SlotAllocator
+from hiradix.memory import (
+    DevicePool,
+    HybridPools,
+    KVShape,
+    PageAllocator,
+    ReqToTokenPool,
+    SlotAllocator,
+    StateShape,
+    make_transport,
+)
 from hiradix.prefix_cache import (
     CacheInitParams,
     EvictParams,
     EvictResult,
     InsertParams,
+    LockReceipt,
     MatchPrefixParams,
+    ModelIdentity,
+    PrefixCache,
     RadixKey,
+    StateHiRadixCache,
     StateRadixCache,
+    build_hybrid_cache,
 )
-from hiradix.prefix_cache.slots import pages_of
-from hiradix.tree import Tier
+from tests.prefix_cache.bench_engine import PATIENCE_S
 
 PAGE = 4
 
 
 class Bench:
-    def __init__(self) -> None:
-        self.slots = SlotAllocator(40 * PAGE, PAGE)
+    held: LockReceipt
+
+    def __init__(self, has_host: bool = False) -> None:
+        pool = DevicePool(KVShape(1, 1, 4, 4, torch.float32), 40, PAGE)
+        self.slots = SlotAllocator(40 * PAGE, PAGE, kvcache=pool)
         self.records = PageAllocator(10, first_page=1)
-        self.cache = StateRadixCache(
-            CacheInitParams(
-                disable=False, req_to_token_pool=ReqToTokenPool(2, 64), page_size=PAGE,
-                token_to_kv_pool_allocator=self.slots, state_records=self.records,
-            )
+        params = CacheInitParams(
+            disable=False, req_to_token_pool=ReqToTokenPool(2, 64), page_size=PAGE,
+            token_to_kv_pool_allocator=self.slots, state_records=self.records,
         )  # fmt: skip
+        self.cache: PrefixCache = StateRadixCache(params)
+        if has_host:
+            config = HiCacheConfig(page_size=PAGE, enable_hierarchical_cache=True)
+            pools = HybridPools(pool, DevicePool(StateShape(1, 2, 2), 10, 1), [0], [1])
+            self.cache = build_hybrid_cache(config, params, pools, ModelIdentity("bench"))
+            assert type(self.cache) is StateHiRadixCache
 
     def insert(self, tokens: list[int], shared: int = 0) -> int:
         """Insert with slots of its own behind the first `shared` tokens, and a record; returns the record."""
@@ -128,28 +151,57 @@ def test_pages_without_a_record_are_found_by_nobody() -> None:
     assert len(bench.match(list(range(12)))) == 12 and bench.cache.total_size() == (12, 1)
 
 
-def test_where_nothing_may_be_inserted_the_record_stays_the_requests() -> None:
-    """A failed load is on the way: pages and record are the request's, which goes on with both."""
-    bench, taken = Bench(), []
-    root, tree = bench.cache.root_node, bench.cache.tree
-    req = SimpleNamespace(rid="r", swa_uuid_for_lock=bench.cache.inc_lock_ref(root))
-    req.take_record = taken.append
-    blocked = SimpleNamespace(
-        is_blocked=lambda key: True, insert=lambda key, pages, at: tree.lock(at.node, Tier.DEVICE)
-    )
-    cache = SimpleNamespace(page_size=PAGE, cache=blocked, _held=bench.cache._held)
-    lock = StateRadixCache.insert_row(cache, RadixKey(list(range(12))), torch.arange(PAGE, PAGE + 12), req)
-    assert lock.node is root and taken == []
+@pytest.fixture
+def blocked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    """A cache over all tiers that has 12 tokens, whose load back has failed while `held` locks them."""
+    failing = [False]
+
+    def made(*given: Any) -> Any:
+        inner = make_transport(*given)
+
+        def copy_pages(*copied: Any) -> None:
+            assert not failing[0], "injected: copy"
+            inner.copy_pages(*copied)
+
+        return SimpleNamespace(name=inner.name, note=inner.note, copy_pages=copy_pages)
+
+    monkeypatch.setattr("hiradix.prefix_cache.factory.make_transport", made)
+    bench = Bench(has_host=True)
+    bench.insert(list(range(12)))
+    assert bench.cache.drain(PATIENCE_S) and bench.cache.evict(EvictParams(12)).num_tokens_evicted == 12
+    found = bench.cache.match_prefix(MatchPrefixParams(RadixKey(list(range(12)))))
+    assert len(bench.cache.init_load_back(found.last_host_node, 12)[0]) == 12
+    bench.held = bench.cache.inc_lock_ref(found.last_host_node)
+    failing[0] = True
+    bench.cache.ready_to_load_host_cache()
+    assert bench.cache.drain(PATIENCE_S) and bench.cache.stats().load_failed == 12
+    yield bench
+    bench.cache.dec_lock_ref(bench.held)
+    bench.cache.check_hicache_events()
     assert bench.cache.total_size() == (0, 0)
-
-
-def test_pages_that_may_not_be_inserted_are_freed_with_their_record() -> None:
-    bench = Bench()
-    own, record = bench.slots.alloc(12), bench.records.alloc(1)
-    assert own is not None and record is not None
-    params = InsertParams(RadixKey(list(range(12))), own, mamba_value=int(record[0]))
-    bench.cache._free_refused(pages_of(own, PAGE), params)
     bench.check()
+    bench.cache.close()
+
+
+def test_where_nothing_may_be_inserted_the_record_stays_the_requests(blocked: Bench) -> None:
+    """A failed load is on the way: pages and record are the request's, which goes on with both."""
+    cache, taken = blocked.cache, []
+    req: Any = SimpleNamespace(rid="r", swa_uuid_for_lock=cache.inc_lock_ref(cache.root_node))
+    req.take_record = taken.append
+    own = blocked.slots.alloc(16)
+    assert own is not None
+    lock = cache.insert_row(RadixKey(list(range(16))), own, req)
+    assert lock.node is cache.root_node and taken == []
+    assert cache.total_size() == (12, 1), "what failed"
+    blocked.slots.free(own)
+
+
+def test_pages_that_may_not_be_inserted_are_freed_with_their_record(blocked: Bench) -> None:
+    own, record = blocked.slots.alloc(16), blocked.records.alloc(1)
+    assert own is not None and record is not None
+    params = InsertParams(RadixKey(list(range(16))), own, mamba_value=int(record[0]))
+    assert blocked.cache.insert(params).prefix_len == 16
+    blocked.check()
 
 
 def test_it_needs_records() -> None:

@@ -25,26 +25,21 @@ from hiradix.tree import Lock, Node
 from tests.prefix_cache.bench_engine import Request
 
 
-class OwnPages(SlotPages):
-    """Counts what is freed through it."""
-
-    num_freed = 0
-
-    def free(self, pages: Pages, /) -> None:
-        self.num_freed += len(pages)
-        super().free(pages)
-
-
 class OwnAllocator(SlotAllocator):
     """Has pages of its own kind."""
 
     def __init__(self, num_tokens: int, page_size: int):
         super().__init__(num_tokens, page_size)
         self.asked: list[int] = []
+        self.num_freed = 0
 
     def alloc_pages(self, num_pages: int) -> Pages | None:
         self.asked.append(num_pages)
         return super().alloc_pages(num_pages)
+
+    def free_pages(self, pages: Pages) -> None:
+        self.num_freed += len(pages)
+        super().free_pages(pages)
 
 
 class OwnCache(RadixCache):
@@ -53,10 +48,6 @@ class OwnCache(RadixCache):
     def __init__(self, params: CacheInitParams):
         self.seen: list[str] = []
         super().__init__(params)
-
-    def _make_pages(self, params: CacheInitParams) -> SlotPages:
-        self.own_pages = OwnPages(params.token_to_kv_pool_allocator, params.page_size, 8)
-        return self.own_pages
 
     def device_slots(self, node: Node, start: int = 0) -> torch.Tensor:
         self.seen.append("slots")
@@ -91,7 +82,7 @@ def test_what_a_subclass_overrides_is_called() -> None:
     found = cache.match_prefix(MatchPrefixParams(RadixKey(list(range(8)))))
     assert found.device_indices.tolist() == slots.tolist() and found.host_hit_length == -1
     cache.dec_lock_ref(request.last_node)
-    assert cache.evict(EvictParams(4)) == EvictResult(8) and cache.own_pages.num_freed == 4
+    assert cache.evict(EvictParams(4)) == EvictResult(8) and allocator.num_freed == 4
     cache.check_conservation(0)
 
 

@@ -21,9 +21,9 @@ from hiradix.prefix_cache import (
     InsertParams,
     MatchPrefixParams,
     RadixKey,
+    SWAHiRadixCache,
     SWARadixCache,
 )
-from hiradix.prefix_cache.swa import SWAHiRadixCache
 from hiradix.tree import AS_INSERTED
 from tests.prefix_cache.bench_engine import PATIENCE_S, Request, closed_after, prompt
 from tests.prefix_cache.swa_bench import SwaBench
@@ -162,7 +162,7 @@ def test_a_receipt_counts_the_window_it_locked(make: Make) -> None:
         bench.cache.dec_lock_ref(node, receipt)
     assert (bench.cache.full_protected_size(), bench.cache.swa_protected_size()) == (6, 4), "of the other one"
     bench.cache.dec_lock_ref(node, other)
-    with pytest.raises(AssertionError, match="without the receipt"):
+    with pytest.raises(AssertionError, match="without a receipt"):
         bench.cache.dec_lock_ref(node)
 
 
@@ -381,7 +381,7 @@ def test_storage_brings_the_window_along_after_a_flush_and_in_another_cache(
     again.cache.reset()
     before = again.cache.stats().storage["get_pages"]
     assert again.start(prompt(33)).host_tokens == 32
-    window, full = (part.stats()["get_pages"] for part in reversed(again.cache.storage.parts))
+    window, full = (part.stats()["get_pages"] for part in reversed(again.cache.attached.storage.parts))
     assert (window - before, full - before) == (16 + 3, 16 + 3), "figures of calls are of both"
 
 
@@ -408,14 +408,14 @@ def test_storage_attached_cleared_and_detached_while_serving(make: Make, tmp_pat
     bench.finish(bench.running[0])
     bench.settle()
     assert cache.clear_storage_backend()
-    assert [part.exists(["0" * 64]) for part in cache.storage.parts] == [0, 0]
+    assert [part.exists(["0" * 64]) for part in cache.attached.storage.parts] == [0, 0]
     bench.finish(bench.start(prompt(20)))  # what is in use is offered again
     bench.settle()
     cache.reset()
     assert bench.start(prompt(20)).host_tokens == 19
     bench.settle()
-    assert cache.detach_storage_backend()[0] and cache.storage is None
-    assert cache.attach_storage_backend("file", extra)[0] and len(cache.storage.parts) == 2
+    assert cache.detach_storage_backend()[0] and cache.attached.storage is None
+    assert cache.attach_storage_backend("file", extra)[0] and len(cache.attached.storage.parts) == 2
     ok, message = cache.attach_storage_backend("file", extra)
     assert ok and "already enabled" in message
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from hiradix.apps.server import metrics
-from hiradix.prefix_cache import HiRadixCache, StateHiRadixCache, SWAHiRadixCache
+from hiradix.prefix_cache import AttachedStorage, PrefixCache
 from hiradix.storage import Traits
 from hiradix.tree import RadixTree
 from tests.project.repo import ROOT
@@ -40,10 +40,10 @@ def test_each_method_of_the_drop_in_classes_has_a_row() -> None:
     text = page("library.md").split("## The tree")[0]
     sizes = {f"{kind}{name}" for kind in ("full_", "swa_", "mamba_")
              for name in ("evictable_size", "protected_size", "total_size")}  # fmt: skip
-    for cls in (HiRadixCache, SWAHiRadixCache, StateHiRadixCache):
+    for cls in (PrefixCache, AttachedStorage):
         shown = {name for name in public(cls) if not isinstance(inspect.getattr_static(cls, name), str | int)}
         assert shown - sizes - first_cells(text) == set(), cls
-    known = public(HiRadixCache) | public(SWAHiRadixCache) | public(StateHiRadixCache)
+    known = public(PrefixCache) | public(AttachedStorage) | {"AttachedStorage"}
     assert {name for name in first_cells(text) if not name.endswith("_")} - known == set()
 
 

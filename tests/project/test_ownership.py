@@ -10,7 +10,8 @@ from tests.project.repo import Module, modules
 
 EXCEPTIONS = {
     # Set while serving, by an operator, or as the cache grows.
-    "HiRadixCache": {"self._prefetcher.policy", "self._write_through.policy", "self.controller.wakeup"},
+    "AttachedStorage": {"self._prefetcher.policy", "self._write_through.policy"},
+    "PrefixCache": {"self.controller.wakeup"},
     "StorageTracker": {"self._fetches.policy"},
     "UseLog": {"self.ghosts.limit"},
     "RadixTree": {"self._residencies.watch", "self._end.root"},

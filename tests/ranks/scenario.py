@@ -188,7 +188,7 @@ def attach_that_hangs_on_one_rank(engine: Any, rank: int) -> Any:
 
     settle(engine)
     seen = [engine.detach_storage()[0]]
-    make, may, closed = engine.cache.storage_factory, threading.Event(), threading.Event()
+    make, may, closed = engine.cache.attached.factory, threading.Event(), threading.Event()
 
     def late(name: str, extra: Any) -> Any:
         assert may.wait(60.0)
@@ -199,13 +199,13 @@ def attach_that_hangs_on_one_rank(engine: Any, rank: int) -> Any:
 
     open_timeout_s = engine._open_timeout_s
     if rank == 1:
-        engine.cache.storage_factory = late
+        engine.cache.attached.factory = late
         engine._open_timeout_s = 0.5  # the ranks themselves may be as slow as they like
     extra = engine.config.cache.hicache_storage_backend_extra_config.backend
     ok, message = engine.attach_storage("file", json.dumps(dict(extra)))
     seen += [ok, engine.cache.enable_storage]
     may.set()
-    engine.cache.storage_factory, engine._open_timeout_s = make, open_timeout_s
+    engine.cache.attached.factory, engine._open_timeout_s = make, open_timeout_s
     seen += [rank == 0 or closed.wait(60.0), engine.attach_storage("file", json.dumps(dict(extra)))[0]]
     return [*seen, message]
 

@@ -32,7 +32,6 @@ from hiradix.adapters.sglang.lora_adapters import LoraAdapters
 from hiradix.adapters.sglang.tiers import HiRadixHostCache
 from hiradix.config import HiCacheConfig, parse_extra_config
 from hiradix.prefix_cache import (
-    HiRadixCache,
     ModelIdentity,
     RadixCache,
     build_hybrid_cache,
@@ -119,7 +118,7 @@ class Rig:
         self.driver = StepDriver()
         runtime = Runtime(driver=self.driver, clock=self.driver.now)
         inner = self.make_inner(config, params, runtime)
-        assert isinstance(inner, HiRadixCache)
+        assert inner.has_host
         controller = ControllerView(inner.layer_done_counter)
         self.gate = controller.layer_done_counter
         gate_reads(params, self, self.gate)

@@ -288,11 +288,11 @@ def test_what_is_computed_after_an_update_without_a_flush_is_found_by_nobody(tmp
 
     run(1)
     put_in(2.0)
-    opened = rig.cache.inner.storage
+    opened = rig.cache.inner.attached.storage
     for first, factor in ((1, 2.0), (2, 0.5)):
         run(first)
         put_in(factor)  # in parts, as by SGLang's buckets: storage is not opened anew for each
-    assert rig.cache.inner.storage is opened is not None
+    assert rig.cache.inner.attached.storage is opened is not None
     rig.cache.reset()  # from here on they have a name
     assert [in_storage(rig, first) for first in (1, 2)] == [0, 0]
     run(3)
@@ -339,13 +339,13 @@ def test_storage_whose_call_hangs_at_a_change_of_weights_is_opened_anew_later(
     rig.driver.held.clear()
     assert rig.driver.step()  # it begins
     rig.driver.held.add("store")
-    old = rig.cache.inner.storage
+    old = rig.cache.inner.attached.storage
     with torch.no_grad():
         model.weight.mul_(2.0)
     rig.cache.reset()
     for _ in range(3):
         rig.cache.check_hicache_events()
-        assert rig.cache.inner.storage is old
+        assert rig.cache.inner.attached.storage is old
     if detached:
         assert not rig.cache.detach_storage_backend()[0], "it is still busy"
     rig.driver.held.clear()
@@ -357,7 +357,7 @@ def test_storage_whose_call_hangs_at_a_change_of_weights_is_opened_anew_later(
         assert rig.cache.storage_name() is None, "whoever detaches it does not get it back"
         return
     rig.cache.check_hicache_events()
-    assert rig.cache.inner.storage not in (None, old)
+    assert rig.cache.inner.attached.storage not in (None, old)
     handle = rig.prefetch(rig.request(PROMPT + [1]))
     rig.settle()
     assert rig.cache.check_prefetch_progress(handle)

@@ -127,7 +127,7 @@ BUGS = [
     bug(
         "9",
         "a finished request frees pages that the tree took",
-        "RadixCache.cache_finished_req",
+        "PrefixCache.cache_finished_req",
         "_1.node.end * self.page_size",
         "_a1.cache_protected_len",
     ),
@@ -149,7 +149,7 @@ BUGS = [
     bug(
         "15",
         "a page less is freed than was owned",
-        "RadixCache.cache_finished_req",
+        "PrefixCache.cache_finished_req",
         "self._pages.free(_1)",
         "self._pages.free(_1[1:])",
     ),
@@ -427,14 +427,14 @@ BUGS = [
     bug(
         "h6",
         "a prefetch anchored at the root forgets the namespace",
-        "HiRadixCache.prefetch_from_storage",
+        "PrefixCache.prefetch_from_storage",
         "self._key(_1, _2)",
         "RadixKey(_1)",
     ),
     bug(
         "h16",
         "a detach with nothing attached fails",
-        "HiRadixCache.detach_storage_backend",
+        "AttachedStorage.detach",
         "if _1 is not None:\n    _1.close()",
         "_1.close()",
     ),

@@ -448,9 +448,10 @@ class World:
         assert cache.num_in_flight == 0, cache.num_in_flight
         assert not cache._prefetcher._active and not cache._prefetcher._loaded and not cache._counted
         assert not cache._copies._grown, f"copies of the rows of {list(cache._copies._grown)} are kept"
-        assert not self.controller._job_table._open and not cache._write_through.storage_backup._ending
+        assert not self.controller._job_table._open and not cache.cache.write_through.storage_backup._ending
         for tier in Tier:
             assert tree.protected_pages(tier) == 0, f"{tree.protected_pages(tier)} {tier.name} pages locked"
+        assert not cache._by_node._of, "locks of nodes that nobody gave back"
         assert sum(threads.num_busy for threads in self.threads) == 0
         cache.reset()
         self.check()

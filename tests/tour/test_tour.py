@@ -68,7 +68,7 @@ def test_each_named_function_is_called_in_its_step_in_order(calls: list[tour.Tra
 
 def test_a_function_that_is_not_called_would_be_seen(calls: list[tour.TracedCall]) -> None:
     first = [(c.module, c.function) for c in calls if c.step == 1]
-    assert first and ("hiradix.prefix_cache.radix", "RadixCache.evict") not in first
+    assert first and ("hiradix.prefix_cache.cache", "PrefixCache.evict") not in first
 
 
 def test_figures_count_what_was_called(calls: list[tour.TracedCall]) -> None:

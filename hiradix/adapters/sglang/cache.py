@@ -29,8 +29,8 @@ from hiradix.adapters.sglang.lora_adapters import NO_ADAPTERS, LoraAdapters
 from hiradix.errors import Misuse
 from hiradix.policy.uses import Finished
 from hiradix.prefix_cache import EvictParams as OwnEvictParams
-from hiradix.prefix_cache import RadixCache, RadixKey
-from hiradix.prefix_cache.records import WINDOW, LockReceipt
+from hiradix.prefix_cache import LockReceipt, PrefixCache, RadixKey
+from hiradix.prefix_cache.records import WINDOW
 from hiradix.tree import DEVICE, HOST, Lock, Node
 
 
@@ -54,7 +54,7 @@ class LockGiven(DecLockRefParams):  # type: ignore[misc]
 class HiRadixPrefixCache(Front):
     """hiradix's radix tree as SGLang's `tree_cache`; device only."""
 
-    def __init__(self, params: Any, inner: RadixCache, adapters: LoraAdapters = NO_ADAPTERS):
+    def __init__(self, params: Any, inner: PrefixCache, adapters: LoraAdapters = NO_ADAPTERS):
         super().__init__(params, inner, adapters)
         self.eviction_policy = params.eviction_policy
         self.sliding_window_size = params.sliding_window_size
@@ -146,7 +146,7 @@ class HiRadixPrefixCache(Front):
         return LockTaken(delta=taken.delta, held=taken)
 
     def dec_lock_ref(self, node: Node, params: DecLockRefParams | None = None) -> DecLockRefResult:
-        """Undo one `inc_lock_ref`. Needs its receipt where there are sliding windows."""
+        """Undo the `inc_lock_ref` that gave `params`; without them, one on `node` whose answer was let go."""
         held: LockReceipt | None = getattr(params, "held", None)
         return DecLockRefResult(delta=self.inner.dec_lock_ref(held or node))
 

@@ -35,9 +35,8 @@ from hiradix.config import (
 from hiradix.memory import DevicePool, HybridPools
 from hiradix.prefix_cache import (
     CacheInitParams,
-    HiRadixCache,
     ModelIdentity,
-    RadixCache,
+    PrefixCache,
     build_hybrid_cache,
     build_prefix_cache,
     origin_of,
@@ -174,14 +173,14 @@ def _build(context: Any, flags: Any, api: Api) -> Any:
     weights = _weights_of(context, flags) if context.enable_hierarchical_cache else UNSEEN
     inner = _inner(context, flags, adapters, weights, None if streams is None else Runtime(streams=streams))
     controller = None
-    if isinstance(inner, HiRadixCache):
+    if inner.has_host:
         controller = ControllerView(inner.layer_done_counter, streams)
-        gate_reads(params, context.tp_worker, controller.layer_done_counter)
+        gate_reads(params, context.tp_worker, inner.layer_done_counter)
     if api is Api.FINISHED_REQ:
         from hiradix.adapters.sglang.legacy import HiRadixLegacyCache
 
         return HiRadixLegacyCache(params, inner, controller)
-    if not isinstance(inner, HiRadixCache) or controller is None:
+    if controller is None:
         from hiradix.adapters.sglang.cache import HiRadixPrefixCache
 
         return HiRadixPrefixCache(params, inner)  # as in `legacy`, no page outlives an adapter's id
@@ -227,7 +226,7 @@ def gate_reads(params: Any, tp_worker: Any, gate: Any) -> None:
 
 def _inner(
     context: Any, flags: Any, adapters: LoraAdapters, weights: Weights, runtime: Runtime | None
-) -> RadixCache:
+) -> PrefixCache:
     """Our cache over SGLang's pools, device only or with host and storage."""
     params, config = context.params, _config(context, flags)
     kvcache = params.token_to_kv_pool_allocator.get_kvcache()

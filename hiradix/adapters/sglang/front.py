@@ -10,7 +10,7 @@ from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 
 from hiradix.adapters.sglang.lora_adapters import LoraAdapters
 from hiradix.errors import BadNamespace
-from hiradix.prefix_cache import RadixCache, RadixKey
+from hiradix.prefix_cache import PrefixCache, RadixKey
 from hiradix.tree import DEVICE, Node
 from hiradix.tree.key import Namespace, namespace, private
 
@@ -26,7 +26,7 @@ class Front(BasePrefixCache):  # type: ignore[misc]
 
     disable = False
 
-    def __init__(self, params: Any, inner: RadixCache, adapters: LoraAdapters):
+    def __init__(self, params: Any, inner: PrefixCache, adapters: LoraAdapters):
         self.inner = inner
         self.adapters = adapters
         self.num_not_text = 0  # times that a request's namespace was no text

@@ -24,8 +24,8 @@ from hiradix.adapters.sglang.front import Front
 from hiradix.adapters.sglang.lora_adapters import NO_ADAPTERS
 from hiradix.cache.pages import BACKBONE
 from hiradix.prefix_cache import EvictParams as OwnEvictParams
-from hiradix.prefix_cache import HiRadixCache, RadixCache
 from hiradix.prefix_cache import MatchPrefixParams as OwnMatchPrefixParams
+from hiradix.prefix_cache import PrefixCache
 from hiradix.tree import Node
 
 
@@ -52,12 +52,12 @@ class LegacyRequest:
 class HiRadixLegacyCache(Front):
     """hiradix's radix tree as the `tree_cache` of an older SGLang, with a host tier if `inner` has one."""
 
-    def __init__(self, params: Any, inner: RadixCache, controller: ControllerView | None):
+    def __init__(self, params: Any, inner: PrefixCache, controller: ControllerView | None):
         super().__init__(params, inner, NO_ADAPTERS)  # without storage, nothing outlives an adapter's id
         self.enable_storage = False
         self.hicache_storage_pass_prefix_keys = False
         self.cache_controller = controller
-        if isinstance(inner, HiRadixCache):
+        if inner.has_host:
             host = inner.cache.supply.host_pools[BACKBONE]
             self.token_to_kv_pool_host = HostPoolView(host, self.page_size)
 

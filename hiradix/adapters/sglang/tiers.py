@@ -19,9 +19,9 @@ from hiradix.adapters.sglang.weights import UNSEEN, Weights
 from hiradix.cache.pages import BACKBONE
 from hiradix.config import ExtraConfig, parse_extra_config
 from hiradix.errors import CacheError, ConfigError, Misuse
-from hiradix.prefix_cache import HiRadixCache, RadixKey
+from hiradix.prefix_cache import PrefixCache, RadixKey
+from hiradix.prefix_cache.attached import DETACH_TIMEOUT_S
 from hiradix.prefix_cache.factory import NamedStorage
-from hiradix.prefix_cache.hiradix import DETACH_TIMEOUT_S
 from hiradix.storage.attach.rules import AttachRefused, AttachRules, in_log, over_http
 from hiradix.transfer.process_group import place_in
 from hiradix.tree import Node
@@ -37,16 +37,16 @@ class HiRadixHostCache(HiRadixPrefixCache):
     controller: what SGLang sees as this cache's `cache_controller`.
     """
 
-    inner: HiRadixCache
     hicache_storage_pass_prefix_keys = False  # storage gets them from the transfer workers, not from SGLang
 
     def __init__(
         self,
         params: Any,
-        inner: HiRadixCache,
+        inner: PrefixCache,
         controller: ControllerView,
         adapters: LoraAdapters = NO_ADAPTERS,
     ):
+        self._attached = inner.attached
         super().__init__(params, inner, adapters)
         self.cache_controller = controller
         self.token_to_kv_pool_host = HostPoolView(inner.cache.supply.host_pools[BACKBONE], self.page_size)
@@ -55,7 +55,8 @@ class HiRadixHostCache(HiRadixPrefixCache):
         self._has_unclaimed_load = False
         self._is_alone = place_in(params.attn_tp_cache_group or params.tp_cache_group)[1] == 1
         self._was_asked = False  # whether it is idle, since the last step
-        assert inner.cache.prefetcher is not None
+        if inner.cache.prefetcher is None:
+            raise Misuse(f"{inner} has no tiers below the device")
         self._prefetcher = inner.cache.prefetcher
         self._weights = UNSEEN
         self._extra = ExtraConfig()  # of the storage that is attached
@@ -85,7 +86,7 @@ class HiRadixHostCache(HiRadixPrefixCache):
 
     def _name_pages(self, label: str) -> None:
         """Have pages in storage told from those of other weights by `label`."""
-        name, factory = self.inner.storage_name, self.inner.storage_factory
+        name, factory = self._attached.name, self._attached.factory
         if not isinstance(factory, NamedStorage):
             raise Misuse(f"{factory} names no pages")
         factory.label = label
@@ -101,13 +102,14 @@ class HiRadixHostCache(HiRadixPrefixCache):
     def _reopen(self, timeout_s: float) -> None:
         """Open the storage anew, on all ranks. Raises CacheError, to be called again, while a call of it
         runs; it is not used meanwhile."""
-        storage = self.inner.release_storage(timeout_s)
+        storage = self._attached.release(timeout_s)
         name, self._to_reopen = self._to_reopen, None
-        assert name is not None
+        if name is None:
+            raise Misuse("no storage is to be opened anew")
         if storage is not None:
             storage.close()
         try:
-            self.inner.attach(name, self._extra)
+            self._attached.attach(name, self._extra)
         except (CacheError, OSError) as error:
             logger.warning("hiradix: storage %s stays detached after a change of weights: %s", name, error)
         self.show_storage()
@@ -169,7 +171,7 @@ class HiRadixHostCache(HiRadixPrefixCache):
         All of what was promised or nothing. SGLang does not pin the host's part, so it is looked up again.
         """
         req, node = params.req, params.best_match_node
-        match = self.inner.split_match(node)
+        match = self.inner.cache.match_again(node)
         quota = None if params.mem_quota is None else params.mem_quota // self.page_size
         is_whole = match.loadable_node.end == node.end
         if not is_whole or self.inner.cache.load_back(match, quota) is None:
@@ -254,7 +256,7 @@ class HiRadixHostCache(HiRadixPrefixCache):
         policies = hicache_storage_prefetch_policy, hicache_write_policy
         self._renew_attach_rules()
         name = self.attach_rules.backend_of(storage_backend)
-        answer = self.inner.plan_attach(name, *policies)
+        answer = self._attached.plan(name, *policies)
         if answer is None:
             answer = self._attach_permitted(storage_backend, storage_backend_extra_config_json, policies)
         self.show_storage()
@@ -274,7 +276,7 @@ class HiRadixHostCache(HiRadixPrefixCache):
         wanted, opened, failure = None, None, ""
         try:
             wanted = self.attach_rules.wanted(name, text)
-            opened = self.inner.open_storage(wanted.backend, wanted.text)
+            opened = self._attached.open(wanted.backend, wanted.text)
         except AttachRefused as refused:
             failure = str(refused)
             audit_log.warning("attach of storage refused: %s", in_log(failure, None))
@@ -282,9 +284,9 @@ class HiRadixHostCache(HiRadixPrefixCache):
             failure = over_http(str(error))
             audit_log.warning("attach of storage %s failed: %s", name, in_log(str(error), text))
         if opened is None or wanted is None:
-            self.inner.attach_opened(None)
+            self._attached.attach_opened(None)
             return False, failure
-        done, message = self.inner.attach_opened(opened, *policies)
+        done, message = self._attached.attach_opened(opened, *policies)
         if done:
             self._extra = parse_extra_config(wanted.text)
             audit_log.warning("attach of storage %s: done", wanted.backend)
@@ -307,9 +309,9 @@ class HiRadixHostCache(HiRadixPrefixCache):
         return done
 
     def storage_name(self) -> str | None:
-        return self.inner.storage_name
+        return self._attached.name
 
     def show_storage(self) -> None:
         """Have SGLang's reports and metrics name the storage that is attached."""
-        self.cache_controller.show_storage(self.inner.storage_name, self.inner.storage)
-        self._meters.show_storage(self.inner.storage_name)
+        self.cache_controller.show_storage(self._attached.name, self._attached.storage)
+        self._meters.show_storage(self._attached.name)

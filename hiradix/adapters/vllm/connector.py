@@ -49,7 +49,7 @@ from hiradix.policy.eviction import make_order
 from hiradix.policy.prefetch_policy import PrefetchPolicy
 from hiradix.policy.write_policy import WritePolicy
 from hiradix.prefix_cache import ModelIdentity
-from hiradix.prefix_cache.hiradix import prefetch_limits
+from hiradix.prefix_cache.attached import prefetch_limits
 
 logger = logging.getLogger(__name__)
 

@@ -119,7 +119,8 @@ class _Canary:
             return (slot // size,)
         if pools.states is not None:
             return slot // size, state
-        assert isinstance(pools.allocator, HybridSlotAllocator)
+        if not isinstance(pools.allocator, HybridSlotAllocator):
+            raise Misuse(f"{pools.allocator} for pools with windows")
         return slot // size, int(pools.allocator.full_to_swa_index_mapping[slot]) // size
 
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from hiradix.apps.engine.prefix_cache_protocol import PrefixCache
 from hiradix.apps.engine.recurrent import NO_STATE
 from hiradix.apps.engine.request import Request
 from hiradix.apps.engine.scheduler import Scheduler
 from hiradix.apps.engine.slots import Allocator, free_tokens, num_tokens
 from hiradix.errors import Misuse
 from hiradix.memory import HybridSlotAllocator, PageAllocator
+from hiradix.prefix_cache import PrefixCache
 from hiradix.prefix_cache.records import STATE
 from hiradix.tree import Tier
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,7 +32,6 @@ from hiradix.apps.engine.model import PagedModel
 from hiradix.apps.engine.output_builder import OutputBuilder
 from hiradix.apps.engine.packing import Work
 from hiradix.apps.engine.pools import EnginePools, build_pools
-from hiradix.apps.engine.prefix_cache_protocol import PrefixCache, is_transferring
 from hiradix.apps.engine.rank_storage import Attach, attach_on_ranks, clear_on_ranks, open_timeout_s
 from hiradix.apps.engine.request import Request
 from hiradix.apps.engine.scheduler import ScheduledTokens, Scheduler, SchedulerLimits
@@ -48,9 +46,8 @@ from hiradix.memory import DevicePool
 from hiradix.prefix_cache import (
     CacheInitParams,
     ComputedPages,
-    HiRadixCache,
     ModelIdentity,
-    StateRadixCache,
+    PrefixCache,
     build_hybrid_cache,
     build_prefix_cache,
     model_identity,
@@ -70,7 +67,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 class Engine:
     """Serves a model through a prefix cache. All methods belong to one thread; see EngineThread for more.
 
-    `cache` is the prefix cache (a RadixCache or HiRadixCache), `tokenizer` None where the model directory
+    `cache` is the prefix cache, `tokenizer` None where the model directory
     has none. Building it loads the weights and allocates the pools; raises ConfigError naming the value.
 
     group: the ranks of a tensor parallel model. All of them must make the same calls in the same order
@@ -106,9 +103,8 @@ class Engine:
             self._model.stop_token_ids, self.tokenizer, config.seed, self._model.device
         )
         self._ended: list[Output] = []
-        self._note_prefill: Callable[[int, float], None] | None = getattr(self.cache, "note_prefill", None)
         self._open_timeout_s = None if group is None else open_timeout_s(group.timeout_s)
-        self._gates = LoadGates(getattr(self.cache, "layer_done_counter", None), group)
+        self._gates = LoadGates(self.cache.layer_done_counter, group)
         self._check = config.check or os.environ.get("HIRADIX_CHECK") == "1"
         self.is_blocked = False
         self.num_steps = 0
@@ -167,7 +163,7 @@ class Engine:
 
     def is_idle(self) -> bool:
         """No request anywhere and no transfer under way."""
-        return not self.has_work and not is_transferring(self.cache)
+        return not self.has_work and not self.cache.is_transferring
 
     def step(self) -> list[Output]:
         """Run one pass over what fits, and return what it produced; cheap when there is nothing to do.
@@ -216,8 +212,8 @@ class Engine:
         requests = [parts[row].request for row in rows]
         outputs = self._answers.extend(requests, logits[rows]) if rows else []
         num_tokens = sum(part.num_tokens for part in parts)
-        if self._note_prefill is not None and not waits and rows and num_tokens >= 2 * len(parts):
-            self._note_prefill(num_tokens, time.perf_counter() - start_s)
+        if not waits and rows and num_tokens >= 2 * len(parts):
+            self.cache.note_prefill(num_tokens, time.perf_counter() - start_s)
         for request, output in zip(requests, outputs, strict=True):
             if output.finish_reason is not None:
                 self._scheduler.finish(request)
@@ -234,8 +230,7 @@ class Engine:
 
         host: what `*` in an endpoint stands for. Raises ConfigError naming the key of `--kv-events-config`.
         """
-        name = partial(getattr, self.cache, "storage_name", None)
-        self.publisher = open_publisher(config, self.cache.tree, host, name)
+        self.publisher = open_publisher(config, self.cache.tree, host, lambda: self.cache.storage_name)
 
     # -- administration -----------------------------------------------------------------
 
@@ -253,9 +248,9 @@ class Engine:
         """Attach a storage backend while serving; (ok, message). Refused unless idle."""
         if (refused := self.refusal("attach")) is not None:
             return False, refused
-        if self._open_timeout_s is not None and isinstance(self.cache, HiRadixCache):
+        if self._open_timeout_s is not None and self.cache.has_host:
             asked = Attach(name, extra_config_json, prefetch_policy, write_policy)
-            return attach_on_ranks(self.cache, asked, self._open_timeout_s)
+            return attach_on_ranks(self.cache.attached, asked, self._open_timeout_s)
         return self.cache.attach_storage_backend(
             name, extra_config_json, self.model_name, prefetch_policy, write_policy
         )
@@ -268,8 +263,8 @@ class Engine:
 
     def clear_storage(self) -> bool:
         """Delete this model's pages from storage; False when there is none or it failed."""
-        if self._open_timeout_s is not None and isinstance(self.cache, HiRadixCache):
-            return clear_on_ranks(self.cache, self._open_timeout_s)
+        if self._open_timeout_s is not None and self.cache.has_host:
+            return clear_on_ranks(self.cache.attached, self._open_timeout_s)
         return self.cache.clear_storage_backend()
 
     def hint(self, prompt_ids: Sequence[int], scope: Scope) -> int:
@@ -365,7 +360,7 @@ def _limits(config: EngineConfig, pools: EnginePools) -> SchedulerLimits:
 def _state_slots(cache: PrefixCache, pools: EnginePools) -> StateSlots | NoStates:
     if pools.states is None:
         return NO_STATES
-    if not isinstance(cache, StateRadixCache):
+    if not cache.supports_mamba():
         raise Misuse(f"{cache} for a model with states")
     return StateSlots(cache, pools.states, pools.device.page_size)
 

@@ -8,7 +8,7 @@ from concurrent.futures import TimeoutError as NotDone
 from typing import NamedTuple
 
 from hiradix.errors import CacheError, StorageError
-from hiradix.prefix_cache import HiRadixCache, OpenedStorage
+from hiradix.prefix_cache import AttachedStorage, OpenedStorage
 
 MAX_OPEN_S = 30.0
 
@@ -27,34 +27,34 @@ def open_timeout_s(rank_timeout_s: float) -> float:
     return min(MAX_OPEN_S, rank_timeout_s / 2)
 
 
-def attach_on_ranks(cache: HiRadixCache, asked: Attach, timeout_s: float) -> tuple[bool, str]:
+def attach_on_ranks(storage: AttachedStorage, asked: Attach, timeout_s: float) -> tuple[bool, str]:
     """Attach a backend on all ranks or none; (ok, message).
 
     One that is not open after `timeout_s` is refused, and closed when it opens later.
     """
     policies = asked.prefetch_policy, asked.write_policy
-    answer: tuple[bool, str] | None = cache.plan_attach(asked.name, *policies)
+    answer: tuple[bool, str] | None = storage.plan(asked.name, *policies)
     if answer is not None:
         return answer
     try:
-        opened = _opened(cache, asked, timeout_s)
+        opened = _opened(storage, asked, timeout_s)
     except CacheError as error:
-        cache.attach_opened(None)
+        storage.attach_opened(None)
         return False, str(error)
-    attached: tuple[bool, str] = cache.attach_opened(opened, *policies)
+    attached: tuple[bool, str] = storage.attach_opened(opened, *policies)
     return attached
 
 
-def clear_on_ranks(cache: HiRadixCache, timeout_s: float) -> bool:
+def clear_on_ranks(storage: AttachedStorage, timeout_s: float) -> bool:
     """Delete the model's pages; False where there is no storage, or it had not done so after `timeout_s`."""
-    storage = cache.storage
-    if storage is None:
+    stores = storage.storage
+    if stores is None:
         return False
     done: Future[bool] = Future()
 
     def run() -> None:
         try:
-            done.set_result(storage.clear())
+            done.set_result(stores.clear())
         except BaseException:  # the backend's name for a failure is in its guard's log
             done.set_result(False)
 
@@ -63,15 +63,15 @@ def clear_on_ranks(cache: HiRadixCache, timeout_s: float) -> bool:
         ok = done.result(timeout_s)
     except (NotDone, RuntimeError):  # or no thread can be started
         ok = False
-    return bool(cache.cleared(ok))
+    return bool(storage.cleared(ok))
 
 
-def _opened(cache: HiRadixCache, asked: Attach, timeout_s: float) -> OpenedStorage:
+def _opened(storage: AttachedStorage, asked: Attach, timeout_s: float) -> OpenedStorage:
     future: Future[OpenedStorage] = Future()
 
     def run() -> None:
         try:
-            future.set_result(cache.open_storage(asked.name, asked.extra_config_json))
+            future.set_result(storage.open(asked.name, asked.extra_config_json))
         except BaseException as error:  # it belongs to whoever asked
             future.set_exception(error)
 

@@ -17,13 +17,12 @@ from enum import Enum
 
 import torch
 
-from hiradix.apps.engine.prefix_cache_protocol import PrefixCache, is_transferring
 from hiradix.apps.engine.request import Request
 from hiradix.apps.engine.slots import Allocator, SlotSupply
 from hiradix.apps.engine.states import NO_STATES, NoStates, StateSlots
 from hiradix.errors import Misuse
 from hiradix.memory import ReqToTokenPool
-from hiradix.prefix_cache import MatchPrefixParams
+from hiradix.prefix_cache import MatchPrefixParams, PrefixCache
 from hiradix.tree import RadixKey
 
 _MIN_RESERVE = 0.2  # share of a running request's remaining answer that admission keeps free
@@ -129,7 +128,7 @@ class Scheduler:
                 break
             admission = self._admit(request)
             if admission is _Admission.FULL:
-                empty = not self.running and not is_transferring(self._cache)
+                empty = not self.running and not self._cache.is_transferring
                 if empty:
                     raise Misuse(f"an empty engine has no room for {request.rid}: {self._slots.room} tokens")
                 break
@@ -200,7 +199,7 @@ class Scheduler:
                 youngest = self.running[-1]
                 if len(self.running) == 1:
                     room = self._slots.room
-                    if not is_transferring(self._cache):
+                    if not self._cache.is_transferring:
                         raise Misuse(f"no page for {request.rid} alone: {room}")
                     break
                 self.retract(youngest)

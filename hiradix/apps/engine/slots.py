@@ -15,7 +15,7 @@ from hiradix.memory import HybridSlotAllocator, SlotAllocator
 from hiradix.prefix_cache import EvictParams
 
 if TYPE_CHECKING:
-    from hiradix.apps.engine.prefix_cache_protocol import PrefixCache
+    from hiradix.prefix_cache import PrefixCache
 
 Allocator = SlotAllocator | HybridSlotAllocator
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from hiradix.apps.engine.request import Request, RequestState
 from hiradix.errors import Misuse
 from hiradix.memory import PageAllocator
-from hiradix.prefix_cache import EvictParams, StateRadixCache
+from hiradix.prefix_cache import EvictParams, PrefixCache
 
 # what one request may need at a time: its own slot, the record it takes, the one that its prefix is locked
 # by, and while a longer prefix is loaded back for it, that one's
@@ -58,7 +58,7 @@ NO_STATES = NoStates()
 class StateSlots:
     """The pool's slots, and who has which. `page_size`: tokens from one possible boundary to the next."""
 
-    def __init__(self, cache: StateRadixCache, slots: PageAllocator, page_size: int):
+    def __init__(self, cache: PrefixCache, slots: PageAllocator, page_size: int):
         self._cache = cache
         self._slots = slots
         self._page_size = page_size

@@ -24,8 +24,8 @@ from hiradix.apps.server.service import (
     TokenizerLike,
     TransferReport,
 )
-from hiradix.errors import CacheError, Misuse, StorageError
-from hiradix.prefix_cache import HiRadixCache, OpenedStorage
+from hiradix.errors import CacheError, StorageError
+from hiradix.prefix_cache import AttachedStorage, OpenedStorage
 from hiradix.transfer import TransferStats
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ class EngineService:
                 return False, NO_HOST_TIER
             if request.wait_s is None and (refused := engine.refusal("attach")) is not None:
                 return False, refused
-            answer: tuple[bool, str] | None = _hierarchy(engine).plan_attach(request.backend, *policies)
+            answer: tuple[bool, str] | None = _storage_of(engine).plan(request.backend, *policies)
             return answer
 
         answer = await self._thread.acall(plan, ADMIN_TIMEOUT_S)
@@ -127,7 +127,7 @@ class EngineService:
         try:
             opened = await self._opened(request)
         except CacheError as error:
-            await self._thread.acall(lambda engine: _hierarchy(engine).attach_opened(None), ADMIN_TIMEOUT_S)
+            await self._thread.acall(lambda engine: _storage_of(engine).attach_opened(None), ADMIN_TIMEOUT_S)
             return AdminResult(False, str(error))
         return await self._attached(opened, request)
 
@@ -135,7 +135,7 @@ class EngineService:
         """Hand an open backend to the engine; closed again where the engine does not take it in time."""
         policies, handed = (request.prefetch_policy, request.write_policy), None
         try:
-            handed = self._thread.submit(lambda engine: _hierarchy(engine).attach_opened(opened, *policies))
+            handed = self._thread.submit(lambda engine: _storage_of(engine).attach_opened(opened, *policies))
             return AdminResult(*await asyncio.wait_for(asyncio.wrap_future(handed), ADMIN_TIMEOUT_S))
         except BaseException:
             if handed is None or handed.cancel():
@@ -144,9 +144,9 @@ class EngineService:
 
     async def _opened(self, request: AttachRequest) -> OpenedStorage:
         """A backend, opened within the deadline; one that comes later is closed again."""
-        cache = _hierarchy(self._engine)
+        storage = _storage_of(self._engine)
         timeout_s = ADMIN_TIMEOUT_S if request.wait_s is None else request.wait_s
-        opening = off_loop(lambda: cache.open_storage(request.backend, request.extra_config_text))
+        opening = off_loop(lambda: storage.open(request.backend, request.extra_config_text))
         done, _ = await asyncio.wait((opening,), timeout=timeout_s)
         if done:
             return opening.result()
@@ -169,7 +169,7 @@ class EngineService:
         while True:
             try:
                 storage = await self._thread.acall(
-                    lambda engine: _hierarchy(engine).release_storage(), ADMIN_TIMEOUT_S
+                    lambda engine: _storage_of(engine).release(), ADMIN_TIMEOUT_S
                 )
                 break
             except StorageError as error:
@@ -184,9 +184,9 @@ class EngineService:
         """Delete this model's pages in storage. The engine's thread does not wait for it."""
         if not self._engine.config.cache.enable_hierarchical_cache:
             return AdminResult(False, NO_HOST_TIER)
-        storage = _hierarchy(self._engine).storage
+        storage = _storage_of(self._engine).storage
         done = storage is not None and await off_loop(storage.clear)
-        done = await self._thread.acall(lambda engine: _hierarchy(engine).cleared(done), ADMIN_TIMEOUT_S)
+        done = await self._thread.acall(lambda engine: _storage_of(engine).cleared(done), ADMIN_TIMEOUT_S)
         return AdminResult(done, "" if done else NOT_CLEARED)
 
     def close(self, timeout_s: float) -> bool:
@@ -209,11 +209,9 @@ class EngineService:
         return drained
 
 
-def _hierarchy(engine: Engine) -> HiRadixCache:
-    """The engine's cache, which has a host tier: that was asked before."""
-    if not isinstance(engine.cache, HiRadixCache):
-        raise Misuse(f"storage of a {type(engine.cache).__name__}")
-    return engine.cache
+def _storage_of(engine: Engine) -> AttachedStorage:
+    """What attaches storage to the engine's cache, which has a host tier: that was asked before."""
+    return engine.cache.attached
 
 
 def _close_late(opening: asyncio.Future[OpenedStorage]) -> None:

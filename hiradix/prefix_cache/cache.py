@@ -1,0 +1,739 @@
+"""PrefixCache: the one class behind the drop-in prefix caches; requests and tokens in, slots out.
+
+Which kinds of attention and which tiers it has is what it is made with (see `kinds` and `names`). Every
+method runs on the scheduler thread. Names and semantics are those of SGLang 0.5.9's classes; the work is done
+in pages by `HierarchicalCache`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence, Sized
+from operator import index
+from typing import Any, Final, SupportsFloat, SupportsIndex
+
+import numpy as np
+import torch
+
+from hiradix.cache import HierarchicalCache, HostTier
+from hiradix.errors import Misuse
+from hiradix.policy.eviction import make_order
+from hiradix.policy.uses import Finished
+from hiradix.prefix_cache.attached import AttachedStorage, StorageFactory
+from hiradix.prefix_cache.kinds import AttentionKind, full_pages, tokens_str
+from hiradix.prefix_cache.receipts import LockReceipt, LocksByNode
+from hiradix.prefix_cache.records import (
+    CacheInitParams,
+    CacheStats,
+    EvictParams,
+    EvictResult,
+    InsertParams,
+    InsertResult,
+    MatchPrefixParams,
+    MatchResult,
+    RequestLike,
+)
+from hiradix.prefix_cache.slots import Pages, PageSlots, RowCopies, SlotPages, pages_of, slots_of
+from hiradix.prefix_cache.stats import stats_of
+from hiradix.transfer import JobKind, LayerDoneCounter, TransferController
+from hiradix.tree import BACKBONE, DEVICE, FULL, DeadLeaf, Lock, Node, RadixKey, RadixTree
+from hiradix.tree.key import as_tokens, namespace
+from hiradix.tree.native import mypyc_attr
+
+BESIDE: Final = 1  # the tree's component of the kind beside full attention
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class PrefixCache:
+    """Reuses the KV of equal prefixes. Sizes are in tokens, where not said otherwise of full attention.
+
+    beside: the kind of attention beside the full one, if there is one. host: the host tier, whose controller
+    the cache owns; without it the cache is on the device alone. storage_factory: opens a storage backend by
+    name, fingerprinted for this model and layout.
+    """
+
+    cache: HierarchicalCache
+    tree: RadixTree  # the cache's
+    page_size: int
+    disable: bool
+    device: Any
+    _pages: SlotPages
+    _beside: AttentionKind | None
+
+    def __init__(
+        self,
+        params: CacheInitParams,
+        beside: AttentionKind | None = None,
+        host: HostTier | None = None,
+        storage_factory: StorageFactory | None = None,
+    ):
+        init: Any = params  # its counts may be numpy's, which the compiled form does not take
+        self.disable = params.disable
+        self.page_size = index(init.page_size)
+        self.is_eagle = params.is_eagle
+        self.disable_finished_insert = params.disable_finished_insert
+        self.sliding_window_size = params.sliding_window_size
+        self.req_to_token_pool = params.req_to_token_pool
+        self.token_to_kv_pool_allocator: Any = params.token_to_kv_pool_allocator
+        self.device = params.token_to_kv_pool_allocator.device
+        self._beside = beside
+        self._pages = full_pages(params) if beside is None else beside.full
+        self.cache = self._make_cache(params, host)
+        self.tree = self.cache.tree
+        self._by_node = LocksByNode(self.tree)
+        self._prefetcher = self.cache.prefetcher
+        self._attached: AttachedStorage | None = None
+        if host is not None and storage_factory is not None:
+            self._attached = AttachedStorage(self.cache, storage_factory)
+        self._counted: set[str] = set()  # running requests whose found prefix was counted as used
+        self._copies = RowCopies()
+        self._slots = PageSlots(self._pages.num_pages, self.page_size, self.device)
+        self._empty = torch.empty(0, dtype=torch.int64, device=self.device)
+
+    def _make_cache(self, params: CacheInitParams, host: HostTier | None) -> HierarchicalCache:
+        order, beside = make_order(params.eviction_policy, params.eviction_policy_config), self._beside
+        if beside is None:
+            return HierarchicalCache(
+                RadixTree(self.page_size, order=order), self._pages, host, agree=params.agree
+            )
+        components = (FULL, beside.component)
+        tree = RadixTree(self.page_size, components, order=order, dead_leaf=DeadLeaf.UNUSABLE)
+        return HierarchicalCache(tree, (self._pages, beside.pages), host, agree=params.agree)
+
+    # -- reading ------------------------------------------------------------------------
+
+    @property
+    def root_node(self) -> Node:
+        return self.cache.tree.root
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """The longest cached prefix of `params.key`, in whole pages. Splits a node the match ends in.
+
+        With recurrent states up to a record; and where the pages end that are there beyond it. Answers for
+        keys of one `TokenLog`, or for one key, may be views of the same memory, which is not written again:
+        do not write into them.
+        """
+        root = self.tree.root
+        key = self._view(params.key)
+        if self.disable or len(key) < self.page_size:
+            return MatchResult(self._empty, root, root)
+        is_known = key.bookmark.node is not None
+        match = self.cache.match(key)
+        node, loadable = match.device_node, match.loadable_node
+        if node is root:
+            slots = self._empty
+        elif is_known:
+            slots = self._slots.of_growing(self.tree.pages(node, DEVICE), key.bookmark)
+        else:
+            slots = self.device_slots(node)
+        found = MatchResult(slots, node, loadable, (loadable.end - node.end) * self.page_size)
+        if self._beside is None or self._beside.component.per_page:
+            return found
+        known = self.tree.find(key).end
+        if known <= loadable.end:
+            return found
+        return found._replace(mamba_branching_seqlen=known * self.page_size)
+
+    def device_slots(self, node: Node, start: int = 0) -> torch.Tensor:
+        """int64 [tokens]: the device slots of the path to `node`, from page `start` on. A fresh tensor."""
+        return self._slots.of(self.tree.pages(node, DEVICE, start))
+
+    def record(self, node: Node) -> int:
+        """The device record of state at `node`, a boundary that is locked there; 0 at the root: no state."""
+        if node is self.tree.root:
+            return 0
+        own = node.residency(BESIDE, DEVICE).pages if self.supports_mamba() else None
+        if own is None or len(own) != 1:
+            raise Misuse(f"{node} is matched and has no record: {own}")
+        return int(own[0])
+
+    # -- locks --------------------------------------------------------------------------
+
+    def inc_lock_ref(self, node: Node) -> LockReceipt:
+        """Pin the path to `node` on the device until `dec_lock_ref`. Whoever lets go of the receipt gives the
+        node back instead."""
+        before = self.tree.evictable_pages(DEVICE)
+        lock = self.tree.lock(node, DEVICE)
+        delta = (self.tree.evictable_pages(DEVICE) - before) * self.page_size
+        return LockReceipt(lock, delta, self._by_node)
+
+    def dec_lock_ref(self, node: Any, swa_uuid_for_lock: Any = None) -> int:
+        """Undo the `inc_lock_ref` that gave the receipt, either argument; without one, one on `node` whose
+        receipt was let go. Returns the tokens that became evictable.
+
+        Misuse: the receipt was given back before, or no such lock is out on `node`.
+        """
+        before = self.tree.evictable_pages(DEVICE)
+        receipt = node if isinstance(node, LockReceipt) else swa_uuid_for_lock
+        if isinstance(receipt, LockReceipt):
+            if receipt.cache_locks is not self._by_node:
+                raise Misuse(f"{receipt} is of another cache")
+            self.tree.unlock(receipt.lock)
+        elif isinstance(node, Node):
+            self._give_back(node)
+        else:
+            raise Misuse(f"{node!r} is neither a receipt nor a node")
+        return (self.tree.evictable_pages(DEVICE) - before) * self.page_size
+
+    def _held(self, req: RequestLike) -> Lock:
+        """The lock `req` holds on the prefix it runs on: its receipt's, else one on its `last_node`."""
+        receipt = getattr(req, "swa_uuid_for_lock", None)
+        if isinstance(receipt, LockReceipt):
+            return receipt.lock_in(self._by_node)
+        return self._by_node.at(req.last_node)
+
+    def _let_go(self, req: RequestLike) -> None:
+        """Give back the lock that `req` holds."""
+        receipt = getattr(req, "swa_uuid_for_lock", None)
+        if isinstance(receipt, LockReceipt):
+            self.tree.unlock(receipt.lock_in(self._by_node))
+        else:
+            self._give_back(req.last_node)
+
+    def _give_back(self, node: Node) -> None:
+        """Give back a lock on `node` whose receipt was let go."""
+        lock = self._by_node.take(node)
+        if lock is not None:
+            self.tree.unlock(lock)
+
+    def _hold(self, req: RequestLike, lock: Lock) -> None:
+        """Have `req` hold `lock` instead, in the way that it holds one now."""
+        self._let_go(req)
+        if isinstance(getattr(req, "swa_uuid_for_lock", None), LockReceipt):
+            req.swa_uuid_for_lock = LockReceipt(lock, 0, self._by_node)  # type: ignore[attr-defined]
+        elif lock.node.end:
+            self._by_node.add(lock)
+        req.last_node = lock.node
+
+    # -- writing ------------------------------------------------------------------------
+
+    def insert(self, params: InsertParams) -> InsertResult:
+        """Give `params.value` to the tree where it has nothing.
+
+        What it has already stays the caller's to free. With a kind beside full attention that is freed from
+        `prev_prefix_len` on, as in upstream, which is the caller's word for what it has from the tree.
+        """
+        key = self._view(params.key).page_aligned(self.page_size)
+        if self.disable or len(key) == 0:
+            return InsertResult(0)
+        if self._beside is not None:
+            return self._insert_with(self._beside, key, params)
+        if self.cache.is_blocked(key):
+            return InsertResult(len(key))
+        given: Any = params  # flags may be numpy's, which the compiled form does not take
+        known = self.tree.match(key).device_node.end * self.page_size
+        pages = pages_of(params.value, self.page_size, known, len(key))
+        lock = self.tree.insert(key, DEVICE, [pages], None, _priority_of(params)).lock
+        if given.chunked:
+            self.cache.inserted(lock.node)
+        else:
+            self.cache.finished(key, lock.node, Finished(len(key), 0))
+        self.tree.unlock(lock)
+        return InsertResult(known)
+
+    def _insert_with(self, beside: AttentionKind, key: RadixKey, params: InsertParams) -> InsertResult:
+        """`insert` of full pages with what is beside them."""
+        given: Any = params
+        start = index(given.prev_prefix_len) // self.page_size
+        pages = pages_of(params.value, self.page_size, start * self.page_size, len(key))
+        self.tree.match(key)  # splits the node it ends in
+        there = self.tree.find(key)
+        if self.cache.is_blocked(key):
+            self._pages.free(pages[pages != self._held_pages(there, start, len(pages), BACKBONE)])
+            beside.free_refused(params)
+            return InsertResult(len(key))
+        known = self.tree.absent_from(there, DEVICE)
+        record = None if given.mamba_value is None else index(given.mamba_value)
+        ended = None if given.chunked else Finished(len(key), 0)
+        lock = self.insert_pages(key, pages, None, ended, record)
+        self.tree.prioritise(lock, _priority_of(params))
+        self.tree.unlock(lock)
+        return InsertResult(known * self.page_size)
+
+    def insert_pages(
+        self, key: RadixKey, pages: Pages, held: Lock | None, ended: Finished | None = None,
+        record: int | None = None,
+    ) -> Lock:  # fmt: skip
+        """Insert `key`, whose last pages these are, from the node held; pages go to the tree or are freed.
+
+        What belongs to them of the kind beside goes with them: the windows that lie beside them, or `record`.
+        """
+        beside = self._beside
+        if beside is None or self.cache.is_blocked(key):
+            return self.cache.insert(key, pages, at=held, ended=ended)
+        given, strays = beside.given(pages, record)
+        lock = self.cache.insert(key, pages, at=held, others=(given,), ended=ended)
+        if strays.any():
+            own = self._held_pages(lock.node, lock.node.end - len(pages), len(strays), BESIDE)
+            beside.pages.free(strays[(strays > 0) & (strays != own)])
+        return lock
+
+    def insert_row(
+        self, key: RadixKey, row: torch.Tensor, req: RequestLike, ended: Finished | None = None
+    ) -> Lock:
+        """Insert `key` from the node `req` holds, with its record of state; slots behind that node go to the
+        tree or are freed."""
+        held, beside = self._held(req), self._beside
+        pages = pages_of(row, self.page_size, held.node.end * self.page_size, len(key))
+        if beside is None or self.cache.is_blocked(key):
+            return self.insert_pages(key, pages, held, ended)
+        return self.insert_pages(key, pages, held, ended, beside.record_of(req, len(key)))
+
+    def _held_pages(self, node: Node, start: int, num_pages: int, component: int) -> Pages:
+        """int32 [num_pages]: the tree's device pages of the path of `node` from page `start` on; 0: none."""
+        held = np.zeros(num_pages, np.int32)
+        for n in self.tree.path(node):
+            own = n.residency(component, DEVICE).pages
+            if own is not None and n.start < start + num_pages and n.end > start:
+                lo, hi = max(n.start, start), min(n.end, start + num_pages)
+                held[lo - start : hi - start] = own[lo - n.start : hi - n.start]
+        return held
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        """Free at least so many device tokens, and so many of the kind beside, or all that nothing holds.
+
+        Full pages take along what lies beside them. Windows and records leave the pages where some match can
+        still use them.
+        """
+        given: Any = params
+        num_pages, beside = -(-index(given.num_tokens) // self.page_size), self._beside
+        if self.disable:
+            return EvictResult()
+        if beside is None:
+            return EvictResult(self.cache.evict(num_pages) * self.page_size if num_pages > 0 else 0)
+        dropped = self.cache.supply.num_dropped
+        full, other = dropped[BACKBONE], dropped[BESIDE]
+        if num_pages > 0:
+            self.cache.evict(num_pages)
+        more = beside.num_asked(params) - (dropped[BESIDE] - other)
+        if more > 0:
+            self.cache.evict(more, BESIDE)
+        return beside.evicted((dropped[BACKBONE] - full) * self.page_size, dropped[BESIDE] - other)
+
+    def reset(self) -> None:
+        """Drop everything on the device and host. No request may hold a lock; what is out is void."""
+        self.cache.reset()
+        self._copies.clear()
+
+    # -- requests -----------------------------------------------------------------------
+
+    def cache_unfinished_req(self, req: RequestLike, chunked: bool = False) -> None:
+        """Share what a running request has computed, and let it run on the tree's slots.
+
+        Rewrites the request's row from `cache_protected_len` on, its lock, `last_node`, `prefix_indices`
+        and `cache_protected_len`. Costs the new tokens, not the prefix; a list of `fill_ids` is read whole.
+        """
+        asked: Any = req  # its counts may be numpy's, which the compiled form does not take
+        tokens, place, kept = req.fill_ids, index(asked.req_pool_idx), index(asked.cache_protected_len)
+        row = self.req_to_token_pool.req_to_token[place, : len(tokens)]
+        key = self._key(tokens, req).page_aligned(self.page_size)
+        if not self.disable:
+            self.count_use(req)
+        if self.disable or len(key) <= kept:
+            req.prefix_indices = row.to(torch.int64, copy=True)
+            return
+        old = self._held(req)
+        lock = self.insert_row(key, row, req)
+        start, end = old.node.end, lock.node.end
+        self.tree.prioritise(lock, _priority_of(req), start)
+        slots = self.device_slots(lock.node, start)
+        first = start * self.page_size
+        self.req_to_token_pool.write((place, slice(first, end * self.page_size)), slots.to(row.dtype))
+        self._hold(req, lock)
+        req.cache_protected_len = end * self.page_size
+        req.prefix_indices = self._copies.copy(req.rid, row, req.prefix_indices, first)
+
+    def cache_finished_req(self, req: RequestLike, is_insert: bool = True) -> None:
+        """Take over (or free) the slots of a request that ended, and drop its lock.
+
+        Slots beyond the committed length are the caller's to free, from the next whole page on. BadNamespace,
+        with nothing changed, for a request in no namespace: end it with `is_insert` False.
+        """
+        asked: Any = req
+        if is_insert:
+            self._refuse_unnamed(req)
+        place, kept, priority = index(asked.req_pool_idx), index(asked.cache_protected_len), _priority_of(req)
+        num_tokens = index(asked.pop_committed_kv_cache())
+        row = self.req_to_token_pool.req_to_token[place, :num_tokens]
+        if is_insert and not self.disable and not self.disable_finished_insert:
+            self.count_use(req)
+            if self.cache.learner is not None or num_tokens // self.page_size * self.page_size > kept:
+                tokens = np.concatenate([as_tokens(req.origin_input_ids), as_tokens(req.output_ids)])
+                key = self._key(tokens[:num_tokens], req).page_aligned(self.page_size)
+                if len(key) > kept:
+                    lock = self.insert_row(key, row, req, _ended(req))
+                    self.tree.prioritise(lock, priority, kept // self.page_size)
+                    kept = lock.node.end * self.page_size
+                    self.tree.unlock(lock)
+                else:
+                    self.cache.finished(key, self._held(req).node, _ended(req))
+        self.forget_request(req)
+        tail = pages_of(row[kept:], self.page_size) if kept < num_tokens else None
+        if tail is not None:
+            self._pages.free(tail)
+        if not self.disable:
+            self._let_go(req)
+
+    def hint(self, key: RadixKey, hint: str) -> int:
+        """`end_of_session` or `keep_alive` of a conversation; its cached tokens (0: nothing learns)."""
+        learner = self.cache.learner
+        if self.disable or learner is None:
+            return 0
+        return learner.hint_prefix(self.tree, self._view(key), hint) * self.page_size
+
+    def forget_request(self, req: RequestLike) -> None:
+        """A request has ended, or runs anew from its beginning."""
+        self._counted.discard(req.rid)
+        self._copies.forget(req.rid)
+
+    def count_use(self, req: RequestLike) -> None:
+        """Count the prefix a request found as used, once; it may be due to be copied down now."""
+        if req.rid not in self._counted:
+            self._counted.add(req.rid)
+            self.cache.count_use(req.last_node, _priority_of(req))
+            self.cache.inserted(req.last_node)
+
+    # -- keys ---------------------------------------------------------------------------
+
+    def _view(self, key: RadixKey) -> RadixKey:
+        return key.bigrams() if self.is_eagle and not key.is_bigram else key
+
+    def _key(self, token_ids: Any, req: RequestLike) -> RadixKey:
+        salt = getattr(req, "cache_salt", None)
+        extras = getattr(req, "page_extras", None)
+        return self._view(RadixKey(token_ids, req.extra_key, cache_salt=salt, page_extras=extras))
+
+    def _refuse_unnamed(self, req: RequestLike) -> None:
+        """BadNamespace, for a request whose tokens are in no namespace."""
+        asked: Any = req
+        extra_key, salt = asked.extra_key, getattr(req, "cache_salt", None)
+        if extra_key is not None or salt is not None:
+            namespace(extra_key, salt, self.is_eagle)
+
+    # -- host: every scheduler step -----------------------------------------------------
+
+    @property
+    def has_host(self) -> bool:
+        """Whether there are tiers below the device. Without them nothing is ever found or asked for there."""
+        return self.cache.controller is not None
+
+    @property
+    def controller(self) -> TransferController:
+        """What moves pages between the tiers."""
+        controller = self.cache.controller
+        if controller is None:
+            raise Misuse(f"{type(self).__name__} has no host tier, and so no controller")
+        return controller
+
+    @property
+    def layer_done_counter(self) -> LayerDoneCounter | None:
+        """The gate that readers of the device pool wait at; None without a host tier."""
+        controller = self.cache.controller
+        return None if controller is None else controller.layer_done_counter
+
+    def check_hicache_events(self) -> None:
+        """Apply finished transfers. Call at the top of every scheduler step."""
+        self.cache.tick()
+
+    def ready_to_load_host_cache(self) -> int:
+        """Start the load backs of this step; what the next forward passes to `set_consumer` (-1: no wait).
+
+        Starts the write-through copies of the steps before too. Where it is not called in each step, the
+        second `check_hicache_events` after an insert does; an engine that stops stepping calls it once more.
+        """
+        return self.cache.start_loading()
+
+    def set_wakeup(self, wakeup: Callable[[], None]) -> None:
+        """Have `wakeup` called, from any thread, whenever a transfer has ended: it may end an idle wait."""
+        if self.has_host:
+            self.controller.wakeup = wakeup
+
+    @property
+    def ongoing_write_through(self) -> Sized:
+        return self.cache.in_flight.tickets(JobKind.WRITE)
+
+    @property
+    def ongoing_load_back(self) -> Sized:
+        return self.cache.in_flight.tickets(JobKind.LOAD)
+
+    @property
+    def ongoing_prefetch(self) -> Sized:
+        return () if self._prefetcher is None else self._prefetcher
+
+    @property
+    def ongoing_backup(self) -> Sized:
+        return self.cache.in_flight.tickets(JobKind.STORE)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Transfers and prefetches not ended yet."""
+        return len(self.cache.in_flight) + len(self.ongoing_prefetch)
+
+    @property
+    def is_transferring(self) -> bool:
+        """Whether anything moves between tiers; any of it may hold device pages for a while."""
+        return self.num_in_flight > 0
+
+    # -- host: load back ----------------------------------------------------------------
+
+    def init_load_back(
+        self, last_host_node: Node, host_hit_length: SupportsIndex, mem_quota: SupportsIndex | None = None
+    ) -> tuple[torch.Tensor, Node]:
+        """Bring a host hit to the device: (slots, node), all of it or (nothing, the node its prefix ends at).
+
+        The slots are those of the last `host_hit_length` tokens of `last_host_node`. So they follow exactly
+        on the device prefix of the match that gave both, whatever others have loaded since; the caller holds
+        a lock on that. They may be read by forwards that wait on `ready_to_load_host_cache`'s slot.
+        mem_quota: tokens.
+        """
+        size = self.page_size
+        num_pages, rest = divmod(index(host_hit_length), size)
+        start = last_host_node.end - num_pages
+        if rest or not 0 <= start <= last_host_node.end:
+            raise Misuse(f"host_hit_length {host_hit_length} of {last_host_node.end} pages of {size} tokens")
+        if not num_pages:
+            return self._empty, last_host_node
+        match = self.cache.match_again(last_host_node)
+        quota = None if mem_quota is None else index(mem_quota) // size
+        is_whole = match.loadable_node.end == last_host_node.end
+        if is_whole and self.cache.load_back(match, quota) is not None:
+            return self.device_slots(last_host_node, start), last_host_node
+        return self._empty, self._prefix(last_host_node, start)
+
+    def _prefix(self, node: Node, end: int) -> Node:
+        """The node at page `end` of the path of `node`, which may have left the tree since. Misuse, if the
+        device has no such prefix any more: whoever was given its slots holds no lock on it."""
+        at: Node | None = node
+        while at is not None and at.parent is None and at is not self.tree.root:
+            at = at.successor
+        while at is not None and at.start >= end and at.parent is not None:
+            at = at.parent
+        if at is not None and at.end > end:
+            self.tree.cut(at, end)
+            at = at.parent
+        if at is None or at.end != end or at.device.pages is None:
+            raise Misuse(
+                f"{end} pages before a host hit of {node} are not on the device: they are not locked"
+            )
+        return at
+
+    def note_prefill(self, num_tokens: SupportsIndex, seconds: SupportsFloat) -> None:
+        """A forward that waited for no load computed so many tokens: what a transfer is compared with."""
+        self.cache.no_regret.computed(index(num_tokens) / self.page_size, float(seconds))
+
+    # -- storage: prefetch --------------------------------------------------------------
+
+    def prefetch_from_storage(
+        self,
+        req_id: Hashable,
+        last_host_node: Node,
+        new_input_tokens: Sequence[int],
+        last_hash: str | None = None,
+        prefix_keys: Sequence[str] | None = None,
+        *,
+        req: RequestLike | None = None,
+    ) -> bool:
+        """Ask storage for `new_input_tokens`, which follow `last_host_node`. False: not asked.
+
+        The namespace is the node's; at the root, which has none, it is `req`'s.
+        """
+        if req is not None:
+            self._refuse_unnamed(req)
+        if self.disable or self._prefetcher is None or not self.enable_storage:
+            return False
+        if req is None:
+            path = self.tree.path_key(last_host_node)
+            known = last_host_node.end * self.page_size  # its next token, which bigrams look at, is new
+            key = RadixKey(
+                np.concatenate([path.tokens[:known], as_tokens(new_input_tokens)]),
+                path.extra_key,
+                self.is_eagle,
+                cache_salt=path.cache_salt,
+                page_extras=path.extras,
+            )
+        else:
+            num_tokens = last_host_node.end * self.page_size + len(new_input_tokens)
+            tokens = as_tokens(req.fill_ids)[: num_tokens + self.is_eagle].copy()  # the request's may change
+            key = self._key(tokens, req)[:num_tokens]
+        return self._prefetcher.start(req_id, key.page_aligned(self.page_size), last_host_node)
+
+    def check_prefetch_progress(self, req_id: Hashable) -> bool:
+        """True when the request may be scheduled: nothing to wait for, all there, or the policy says so."""
+        return self._prefetcher is None or self._prefetcher.progress(req_id)
+
+    def terminate_prefetch(self, req_id: Hashable) -> None:
+        """Stop waiting; what has arrived stays usable."""
+        if self._prefetcher is not None:
+            self._prefetcher.stop(req_id)
+
+    def pop_prefetch_loaded_tokens(self, req_id: Hashable) -> int:
+        """Tokens its prefetch brought from storage. Reading resets it."""
+        return 0 if self._prefetcher is None else self._prefetcher.pop_loaded_pages(req_id) * self.page_size
+
+    def release_aborted_request(self, req_id: Hashable) -> None:
+        """Forget a request that ended while waiting. Never blocks."""
+        if self._prefetcher is not None:
+            self._prefetcher.abort(req_id)
+
+    # -- storage: while serving ---------------------------------------------------------
+
+    @property
+    def attached(self) -> AttachedStorage:
+        """The storage below the host tier: opened, attached and detached step by step."""
+        if self._attached is None:
+            raise Misuse(f"{type(self).__name__} has no tiers below the device, and so no storage")
+        return self._attached
+
+    @property
+    def enable_storage(self) -> bool:
+        return self.has_host and self.controller.storage_attached
+
+    @property
+    def storage_name(self) -> str | None:
+        """The name of the backend that is attached."""
+        return None if self._attached is None else self._attached.name
+
+    def attach_storage_backend(
+        self,
+        storage_backend: str,
+        storage_backend_extra_config_json: str | None = None,
+        served_model_name: str | None = None,
+        hicache_storage_prefetch_policy: str | None = None,
+        hicache_write_policy: str | None = None,
+    ) -> tuple[bool, str]:
+        """Attach a backend by name; (ok, message) in upstream's words. Nothing changes unless ok.
+
+        Opens the backend here, on the scheduler thread: while serving, use what `attached` has.
+        """
+        if self._attached is None:
+            return False, "Hierarchical cache is not enabled."
+        return self._attached.attach_by_name(
+            storage_backend, storage_backend_extra_config_json, served_model_name,
+            hicache_storage_prefetch_policy, hicache_write_policy,
+        )  # fmt: skip
+
+    def detach_storage_backend(self) -> tuple[bool, str]:
+        """Detach and close the backend. Idempotent; a hung worker leaves it attached, to be tried again."""
+        if self._attached is None:
+            return False, "Hierarchical cache is not enabled."
+        return self._attached.detach()
+
+    def clear_storage_backend(self) -> bool:
+        """Delete this model's pages from storage. False when there is no storage or it failed on any rank.
+
+        Waits for the backend; a server calls `attached.storage.clear()` elsewhere, then `attached.cleared`.
+        """
+        return self._attached is not None and self._attached.clear()
+
+    # -- sizes --------------------------------------------------------------------------
+
+    def evictable_size(self) -> int:
+        """Device tokens no request holds."""
+        return self.tree.evictable_pages(DEVICE) * self.page_size
+
+    def protected_size(self) -> int:
+        """Device tokens in the tree that a request or a transfer holds."""
+        return self.tree.protected_pages(DEVICE) * self.page_size
+
+    def total_size(self) -> Any:
+        """Device tokens in the tree; with a kind beside full attention also its tokens or records: a pair."""
+        num_tokens = self.tree.resident_pages(DEVICE) * self.page_size
+        if self._beside is None:
+            return num_tokens
+        return num_tokens, self.tree.resident_pages(DEVICE, BESIDE) * self._beside.unit
+
+    def full_evictable_size(self) -> int:
+        return self.evictable_size()
+
+    def full_protected_size(self) -> int:
+        return self.protected_size()
+
+    def swa_evictable_size(self) -> int:
+        """Device tokens whose window data no request holds."""
+        return self.tree.evictable_pages(DEVICE, BESIDE) * self.page_size if self.supports_swa() else 0
+
+    def swa_protected_size(self) -> int:
+        """Device tokens whose window data a request or a transfer holds."""
+        return self.tree.protected_pages(DEVICE, BESIDE) * self.page_size if self.supports_swa() else 0
+
+    def mamba_evictable_size(self) -> int:
+        """Device records of state that no request and no transfer holds."""
+        return self.tree.evictable_pages(DEVICE, BESIDE) if self.supports_mamba() else 0
+
+    def mamba_protected_size(self) -> int:
+        """Device records of state in the tree that a request or a transfer holds."""
+        return self.tree.protected_pages(DEVICE, BESIDE) if self.supports_mamba() else 0
+
+    def all_values_flatten(self) -> torch.Tensor:
+        """int64 [total tokens]: every device slot in the tree. O(tree); for leak hunts."""
+        return slots_of(self.tree.all_pages(DEVICE), self.page_size, self.device)
+
+    # -- which kind it is ---------------------------------------------------------------
+
+    def supports_swa(self) -> bool:
+        return self._beside is not None and self._beside.component.per_page
+
+    def supports_mamba(self) -> bool:
+        return self._beside is not None and not self._beside.component.per_page
+
+    def is_chunk_cache(self) -> bool:
+        return self.disable
+
+    def is_tree_cache(self) -> bool:
+        return not self.disable
+
+    # -- for people and metrics ---------------------------------------------------------
+
+    def pretty_print(self) -> None:
+        """Print the tree: tokens, tiers, locks, hits."""
+        print(self.tree.render())
+
+    def available_and_evictable_str(self) -> str:
+        """For an out-of-memory message: a line, or two with sliding windows."""
+        allocator, evictable = self.token_to_kv_pool_allocator, self.evictable_size()
+        if self._beside is None:
+            return tokens_str(allocator, evictable)
+        own = self.tree.evictable_pages(DEVICE, BESIDE) * self._beside.unit
+        return self._beside.available_and_evictable_str(allocator, evictable, own)
+
+    def stats(self) -> CacheStats:
+        """A snapshot for metrics. O(1)."""
+        return stats_of(self.cache, self.page_size, self._beside, self._attached)
+
+    def check_conservation(self, num_held: SupportsIndex) -> None:
+        """Assert that no slot is lost or counted twice, in either tier; cheap enough for every step. O(1).
+
+        num_held: tokens of the whole pages that requests have and the tree has not: what is allocated to them
+        from `cache_protected_len` on. Between steps.
+        """
+        self.cache.supply.check_conservation(
+            index(num_held) // self.page_size, self.cache.in_flight.num_owned
+        )
+
+    def check(self) -> None:
+        """Assert all invariants, O(tree)."""
+        self.cache.check()
+
+    def sanity_check(self) -> None:
+        self.check()
+
+    # -- the end ------------------------------------------------------------------------
+
+    def drain(self, timeout_s: SupportsFloat) -> bool:
+        """Let transfers under way end. True if nothing is in flight any more."""
+        return self.cache.drain(float(timeout_s))
+
+    def close(self, timeout_s: SupportsFloat = 10.0) -> None:
+        """Stop the workers within the deadline and close storage."""
+        self.cache.close(float(timeout_s))
+        if self._attached is not None:
+            self._attached.close()
+
+
+def _priority_of(req: Any) -> int:
+    return index(getattr(req, "priority", None) or 0)  # some engines have none for most of them
+
+
+def _ended(req: RequestLike) -> Finished:
+    """What the eviction policy may learn from a request that has ended."""
+    hint = getattr(req, "session_hint", None)
+    return Finished(len(req.origin_input_ids), len(req.output_ids), hint)
