@@ -198,7 +198,7 @@ class ForeignDevice:
             self._index.in_flight.add(job.store, follows)
             self._mark_stored(follows, True)  # optimistic; taken back if storage says no
         job.blocks = [block for copy in copies for block in copy.source.tolist()]
-        self._reading.update((block, job) for block in job.blocks)
+        self._reading.update(dict.fromkeys(job.blocks, job))
 
     def _store_of(self, job: BlockSave) -> StorePayload:
         """The job's pages of all components, with the tokens that their names are made of."""

@@ -109,6 +109,8 @@ class Quorum:
 
     def add(self, outcome: Result) -> Result | None:
         """The least of all workers' outcomes once this is the last one's, else None."""
+        if self._num_workers == 1:
+            return outcome
         seen, so_far = self._open.pop(outcome.ticket, (0, outcome))
         least = outcome._replace(
             num_pages=min(outcome.num_pages, so_far.num_pages),

@@ -305,7 +305,10 @@ class SchedulerRole:
     @property
     def _is_awaited(self) -> bool:
         """Whether a request may be waiting for what workers do."""
-        return any(self.index.in_flight.of_kind(kind) for kind in AWAITED)
+        for kind in AWAITED:
+            if self.index.in_flight.of_kind(kind):
+                return True
+        return False
 
     def _save(self, one: StepRequest, table: Callable[[str], BlockTables]) -> None:
         tracked = self.requests.get(one.request_id)
