@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import hiradix.storage
 from hiradix.storage import (
     Batch,
     ComponentPages,
@@ -206,3 +207,13 @@ def test_a_backend_that_knows_nothing_of_batches_works_as_it_did(seen: list[tupl
     assert store.put(KEYS, [page_of(key) for key in KEYS]) == [True] * 8
     assert store.exists(KEYS) == 8 and all(hits(store, KEYS))
     store.close()
+
+
+def test_no_threads_own_memory_says_what_a_call_is_about() -> None:
+    """Scratch memory is all that threads have of their own here."""
+    found = {
+        path.name
+        for path in Path(hiradix.storage.__file__).parent.rglob("*.py")
+        if "threading.local" in path.read_text(encoding="utf-8")
+    }
+    assert found == {"compress.py", "quantise.py"}
