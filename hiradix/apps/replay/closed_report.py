@@ -35,7 +35,7 @@ class ClosedCell:
 
     def play(self, file: SessionFile, make: Make | None = None) -> Answered:
         """make: the policy, where it is none of `hiradix.policy.admission`."""
-        capacity = self.tiers.device + self.tiers.host
+        capacity = max(self.tiers.device, self.tiers.host)  # the host has what the device has, too
         policy = make_admission(self.schedule, capacity) if make is None else make(capacity)
         agents = self.crowd.drawn(file)
         return ClosedLoop(agents, self.eviction, self.tiers, policy, self.server, self.is_anonymous).play()
