@@ -298,10 +298,11 @@ class CachedAdmission(AdmissionPolicy):
     def _with_due(
         self, chosen: list[str], due: list[WaitingRequest], best: list[WaitingRequest]
     ) -> list[str]:
-        """Behind those chosen the one due first; if that has no room, whoever has its own."""
+        """Behind those chosen the one due first. If that has no room, only prefills under way go on, so that
+        nobody takes what is given back before it."""
         first = next(r for r in due if r.rid not in chosen)
         taken = {*chosen, first.rid}
-        rest = [r.rid for r in best if self._is_in(r) and r.rid not in taken]
+        rest = [r.rid for r in best if r.has_started and r.rid not in taken]
         return [*chosen, first.rid, *rest]
 
     def _slack(

@@ -97,6 +97,13 @@ def test_nobody_waits_past_its_deadline_but_for_want_of_pages(seed: int) -> None
     assert (found.wait_s - found.due_s).max() <= longest_answer_s + 8192 / 5000 + 1
 
 
+def test_sessions_are_told_by_their_prefixes_where_nobody_names_them() -> None:
+    agents, tiers = agents_of(3), SMALL
+    loop = ClosedLoop(agents, "lru", tiers, make_admission("cached", tiers.device), SERVER, is_anonymous=True)
+    found = loop.play()
+    assert len(found.wait_s) == 48 and found.hit_percent > play(agents, "fcfs", SMALL).hit_percent
+
+
 def test_a_prompt_longer_than_the_device_is_refused() -> None:
     with pytest.raises(ConfigError, match="--capacities"):
         play(agents_of(1), "fcfs", Tiers(20 * BLOCK))

@@ -23,6 +23,7 @@ from hiradix.apps.replay.simulated_cache import SimulatedCache, Tiers
 from hiradix.apps.replay.timing import Machine
 from hiradix.errors import ConfigError, Misuse
 from hiradix.policy.admission import AdmissionPolicy, WaitingRequest
+from hiradix.policy.continuations import Continuations
 from hiradix.policy.uses import Finished
 from hiradix.tree import Lock, Pages, RadixKey, Tier
 
@@ -60,6 +61,7 @@ class AgentCall:
     agent: int
     turn: int
     what: Turn
+    session: str
     arrived_s: float
     key: RadixKey
     num_answer: int
@@ -99,21 +101,24 @@ class Answered:
 
 
 class ClosedLoop:
-    """Plays agents once. tells_end: the policy is told when an agent has had its last answer."""
+    """Plays agents once. is_anonymous: nobody says of which session a request is, nor when one has ended;
+    its session is then told by the prefix that it shares with another (see `Continuations`).
+    """
 
     def __init__(
         self, agents: list[Agent], eviction: str, tiers: Tiers, policy: AdmissionPolicy, server: ServerRates,
-        tells_end: bool = True,
+        is_anonymous: bool = False,
     ):  # fmt: skip
         self.agents, self.server, self.policy = agents, server, policy
         self.simulated = SimulatedCache(eviction, tiers, BLOCK)
-        self._tells_end = tells_end
+        self._continuations = Continuations() if is_anonymous else None
+        self._active: set[str] = set()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._num_events = 0
         self._now_s = 0.0
         self._is_busy = self._will_ask = False
         self._waiting: dict[str, AgentCall] = {}
-        self._ends: dict[str, RadixKey] = {}  # by agent: its last prompt
+        self._ends: dict[str, RadixKey] = {}  # by session: its last prompt
         self._left: dict[str, None] = {}
         self._seen: set[int] = set()
         self._waits: list[tuple[float, float]] = []
@@ -154,13 +159,21 @@ class ClosedLoop:
     # -- what happens -----------------------------------------------------------------------
 
     def _arrive(self, agent: int, turn: int) -> None:
-        what, name = self.agents[agent].turns[turn], self.agents[agent].name
-        call = AgentCall(agent, turn, what, self._now_s, RadixKey(what.blocks), _answer_blocks(what))
-        rid = f"{name}/{turn}"
+        what = self.agents[agent].turns[turn]
+        rid = f"{self.agents[agent].name}/{turn}"
+        session = self._session_of(agent, rid, what)
+        call = AgentCall(agent, turn, what, session, self._now_s, RadixKey(what.blocks), _answer_blocks(what))
         self._waiting[rid] = call
         num_blocks = len(what.blocks)
         cold_s, footprint = self.server.price_s(num_blocks, 0, 0), (num_blocks + call.num_answer) * BLOCK
-        self.policy.add(WaitingRequest(rid, name, self._now_s, cold_s, footprint))
+        self.policy.add(WaitingRequest(rid, session, self._now_s, cold_s, footprint))
+
+    def _session_of(self, agent: int, rid: str, what: Turn) -> str:
+        if self._continuations is None:
+            return self.agents[agent].name
+        session = self._continuations.session_of(what.blocks.tolist(), rid, self._active)
+        self._active.add(session)
+        return session
 
     def _serve(self) -> None:
         """Give the server to whoever is next and has room; ask again later where nobody may go."""
@@ -199,11 +212,12 @@ class ClosedLoop:
         """The answer is whole."""
         agent = self.agents[call.agent]
         self._release(call)
-        self.policy.end(agent.name, self._now_s, call.what.stop)
+        self._active.discard(call.session)
+        self.policy.end(call.session, self._now_s, call.what.stop)
         if call.turn + 1 < len(agent.turns):
             self._at(self._now_s + call.what.think_s, partial(self._arrive, call.agent, call.turn + 1))
-        elif self._tells_end:
-            self.policy.forget(agent.name)
+        elif self._continuations is None:
+            self.policy.forget(call.session)
             self._note_left()
 
     # -- the cache --------------------------------------------------------------------------
@@ -236,7 +250,7 @@ class ClosedLoop:
         has_room = short <= cache.supply.device_room()
         if has_room:
             self.policy.start(rid, self._now_s)
-            self._left.pop(self.agents[call.agent].name, None)
+            self._left.pop(call.session, None)
             self._note_left()
             self._drop_left(short - simulated.device.available)
         tree.unlock(hold)
@@ -256,7 +270,7 @@ class ClosedLoop:
         call.pages = simulated.device.alloc(short)
         if call.pages is None:
             raise Misuse(f"{short} of {simulated.device.available} device blocks")
-        self._ends[self.agents[call.agent].name] = key
+        self._ends[call.session] = key
         self._count(call, on_device, node.end, fetched)
         return True
 

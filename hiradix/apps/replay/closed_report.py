@@ -31,14 +31,14 @@ class ClosedCell:
     tiers: Tiers
     schedule: str
     server: ServerRates
-    tells_end: bool = True
+    is_anonymous: bool = False
 
     def play(self, file: SessionFile, make: Make | None = None) -> Answered:
         """make: the policy, where it is none of `hiradix.policy.admission`."""
-        capacity = self.tiers.device + self.tiers.host
+        capacity = max(self.tiers.device, self.tiers.host)  # the host has what the device has, too
         policy = make_admission(self.schedule, capacity) if make is None else make(capacity)
         agents = self.crowd.drawn(file)
-        return ClosedLoop(agents, self.eviction, self.tiers, policy, self.server, self.tells_end).play()
+        return ClosedLoop(agents, self.eviction, self.tiers, policy, self.server, self.is_anonymous).play()
 
     @property
     def memory_gib(self) -> float:
@@ -131,6 +131,7 @@ def add_closed_flags(parser: argparse.ArgumentParser) -> None:
     add("--spread", type=float, default=600.0, metavar="S", help="in which agents start (default: 600)")
     add("--decode-rate", type=float, default=40.0, help="tokens/s of each answer (default: 40)")
     add("--chunk", type=int, default=8192, metavar="TOKENS", help="of prefill at a time (default: 8192)")
+    add("--anonymous", action="store_true", help="requests do not say of which session they are, or its last")
     add("--p95", type=float, metavar="S", help="also how many agents have this p95 time to first token")
 
 
@@ -156,7 +157,7 @@ def _cells(args: Any, sizes: Sequence[int], crowd: Crowd, server: ServerRates) -
         for eviction in (args.policies or "lru").split(","):
             for schedule in args.schedule_policy.split(","):
                 make_admission(schedule, size)
-                yield ClosedCell(crowd, eviction.replace("+", ","), tiers, schedule, server)
+                yield ClosedCell(crowd, eviction.replace("+", ","), tiers, schedule, server, args.anonymous)
 
 
 def _session_file(path: Path) -> SessionFile:
