@@ -107,8 +107,8 @@ BUGS = [
         "6",
         "a read that came short is taken for whole",
         "Reads.arrived",
-        "_1.num_pages if _2 < _3.end_page else 0",
-        "_a1.num_pages if _2 < _3.end_page else 0",
+        "_3.num_pages if _1 < _2.end_page else 0",
+        "_a1.num_pages if _1 < _2.end_page else 0",
     ),
     bug(
         "7",
