@@ -74,7 +74,7 @@ SUITES: Mapping[str, Suite] = {
         ],
     ),
     "memory": Suite(["tests/memory"]),
-    "connector": Suite(["tests/vllm_roles"]),
+    "connector": Suite(["tests/vllm_roles", "tests/executors"]),
     "facade": Suite(["tests/prefix_cache", "tests/events", "tests/replay"], {"HIRADIX_EVENT_RUNS": "32"}),
     "engine": Suite(["tests/engine", "tests/server"]),
     "kernels": Suite(["tests/kernels"], {"TRITON_INTERPRET": "1"}),

@@ -65,7 +65,7 @@ class BlockSave(InFlightJob):
         self.device.saved(self, result)
 
 
-class PageStore(InFlightJob):
+class PageBackup(InFlightJob):
     """Saved pages on their way to storage. first_hashed: the page whose hash is the first of those that come
     back."""
 
@@ -194,7 +194,7 @@ class ForeignDevice:
         ticket, job.store = self._executor.save(copies, store, before_forward)
         self._index.in_flight.add(ticket, job)
         if store is not None and job.store is not None:
-            follows = PageStore(self, job.start, store.rows.start, job.lock, job.reads)
+            follows = PageBackup(self, job.start, store.rows.start, job.lock, job.reads)
             self._index.in_flight.add(job.store, follows)
             self._mark_stored(follows, True)  # optimistic; taken back if storage says no
         job.blocks = [block for copy in copies for block in copy.source.tolist()]
@@ -231,7 +231,7 @@ class ForeignDevice:
         if job.store is None:
             index.unlock(job.lock)
 
-    def stored(self, job: PageStore, result: Result) -> None:
+    def stored(self, job: PageBackup, result: Result) -> None:
         """Storage has the first `result.num_pages` of what was saved, the backbone's before others."""
         index, node = self._index, job.lock.node
         count = len(job.reads[BACKBONE])
@@ -246,7 +246,7 @@ class ForeignDevice:
             node.boundary_stored = len(index.tree.components) > 1
         index.unlock(job.lock)
 
-    def _mark_stored(self, job: PageStore, stored: bool) -> None:
+    def _mark_stored(self, job: PageBackup, stored: bool) -> None:
         for node in self._index.tree.path(job.lock.node, job.start):
             node.stored = stored
 

@@ -215,6 +215,7 @@ class CacheStats(PoolStats):
     backed_up: int
     backup_failed: int
     prefetched: int
+    prefetched_late: int  # of those, what came when nobody waited for it any more
     unfulfilled: dict[str, int]
     num_in_flight: int  # transfers
     storage_attached: bool
