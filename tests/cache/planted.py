@@ -156,14 +156,14 @@ FAULTS = [
     ),
     Fault(
         "jobs: the first pages' names for the last pages",
-        "StorageRunner.read",
+        "_use_of_read",
         "_1.hashes[len(_1.hashes) - len(_2.pages):]",
         "_1.hashes[:len(_2.pages)]",
     ),
     Fault(
         "jobs: stored under the first pages' names",
         "StorageRunner.store",
-        "len(_1) - len(_2.pages)",
+        "len(_1.rows) - len(_2.pages)",
         "0",
     ),
     Fault(
@@ -175,7 +175,7 @@ FAULTS = [
     Fault(
         "jobs: storage for fewer components is taken",
         "StorageRunner.use",
-        "len(_1) != len(self._hosts)",
+        "len(_1.parts) != len(self._hosts)",
         "False",
     ),
     Fault(
@@ -534,9 +534,9 @@ FAULTS = [
     ),
     Fault(
         "parts: clear stops at the first",
-        "StoreSet.clear",
-        "all([_1.clear() for _1 in self.parts])",
-        "self.parts[0].clear()",
+        "Stores.clear",
+        "all([_1.clear() for _1 in self.guards])",
+        "self.guards[0].clear()",
     ),
     Fault(
         "parts: caps are not split",

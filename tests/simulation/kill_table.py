@@ -113,9 +113,9 @@ BUGS = [
     bug(
         "7",
         "a failed get is no miss",
-        "add_leading",
-        "return False",
-        "pass",
+        "_all_done",
+        "_1 = _2.index(False) if False in _2 else len(_2)",
+        "_1 = len(_2)",
     ),
     bug(
         "8",

@@ -95,11 +95,11 @@ def test_a_seed_replays() -> None:
 def test_a_planted_fault_is_seen_and_its_seed_replays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Positive control: what storage does not have is taken for a hit; somebody reads it."""
 
-    def all_good(task: Any, answer: object, num_pages: int) -> bool:
-        task.num_pages += num_pages
+    def all_good(task: Any, answer: list[bool]) -> bool:
+        task.num_pages += len(answer)
         return True
 
-    monkeypatch.setattr(storage_runner, "add_leading", all_good)
+    monkeypatch.setattr(storage_runner, "_all_done", all_good)
     message = first_failure(range(200))
     assert "python -m tests.simulation.run" in message, "200 seeds did not see it"
     seed, moves = (int(word) for word in message.split("[")[1].split("]")[0].split()[-2:])
