@@ -424,6 +424,9 @@ class MiniVLLM:
         self.weights += 1
         while preempts and self.running:
             self._preempt()
+        for request in self.running:
+            if request.num_computed_tokens == 0:  # its load failed: it begins again, where it is
+                request.weights = self.weights
         self.known.clear()
         self.name_of.clear()
         self.role.reset()
