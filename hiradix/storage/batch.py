@@ -109,7 +109,7 @@ class Batch(tuple[str, ...]):
     """
 
     use: ChainUse
-    _places: range | list[int]  # in the use
+    _places: range | list[int]  # in the use; a range where they follow each other
 
     @staticmethod
     def of(
@@ -133,7 +133,10 @@ class Batch(tuple[str, ...]):
     def __getitem__(self, at: slice) -> Batch: ...
     def __getitem__(self, at: SupportsIndex | slice) -> str | Batch:
         if isinstance(at, slice):
-            return _batch(super().__getitem__(at), self.use, self._places[at])
+            places = self._places[at]
+            if isinstance(places, range) and places.step != 1:
+                places = list(places)
+            return _batch(super().__getitem__(at), self.use, places)
         return super().__getitem__(at)
 
     def pick(self, which: Sequence[int]) -> Batch:

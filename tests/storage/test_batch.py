@@ -75,6 +75,17 @@ def test_a_part_is_that_of_a_list_and_knows_what_is_in_front(start: int, stop: i
     assert not picked or some.before == (None if has_gap else part[picked[0] :].before)
 
 
+@pytest.mark.parametrize("step", [-1, 2, 3, -2])
+def test_a_part_with_gaps_or_backwards_says_no_less_and_no_more(step: int) -> None:
+    chain = ["a", "b", *"cdefgh"]
+    part = Batch.of(chain[2:], before=chain[:2])[::step]
+    assert list(part) == chain[2:][::step]
+    assert part.fronts() == [chain[chain.index(key) - 1] for key in part]
+    assert part.before is None
+    rest = part[1:]
+    assert rest.fronts() == [chain[chain.index(key) - 1] for key in rest]
+
+
 def test_what_is_not_known_is_not_made_up() -> None:
     assert Batch.of(KEYS).before is None and Batch.of(KEYS).after == ""
     assert Batch.of(KEYS)[3:].before is None and Batch.of(KEYS)[3:].after == KEYS[2]
