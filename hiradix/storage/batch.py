@@ -182,7 +182,7 @@ class Batch(tuple[str, ...]):
         before = self.use.before
         if before is None or not isinstance(self._places, range):
             return None
-        return *before, *self.use.keys[: self.start]
+        return *before[:], *self.use.keys[: self.start]  # slices: lazy keys are made all at once
 
     @property
     def after(self) -> str:

@@ -115,6 +115,21 @@ def test_names_are_made_when_somebody_looks() -> None:
     assert again.before == tuple(f"m-n-{key}" for key in KEYS[:2]) and again.after == f"m-n-{KEYS[1]}"
 
 
+def test_a_long_chain_in_front_is_named_at_once() -> None:
+    made: list[int] = []
+
+    def rename(keys: Sequence[Any]) -> list[str]:
+        made.append(len(keys))
+        return [f"n-{key}" for key in keys]
+
+    chain = list(range(1000))
+    batch = ChainUse(LazyKeys(chain[900:], rename), LazyKeys(chain[:900], rename)).part(50, 60)
+    batch = batch.renamed(lambda keys: [f"m-{key}" for key in keys])
+    made.clear()
+    assert batch.before == tuple(f"m-n-{at}" for at in range(950))
+    assert made == [900, 50]
+
+
 def test_stores_have_clocks_of_their_own() -> None:
     whole = Batch.of(KEYS)
     assert whole[:4].used_ns("near", 1000) == [1000, 999, 998, 997]
