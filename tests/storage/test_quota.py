@@ -28,6 +28,7 @@ from hiradix.storage import (
     StorageContext,
     open_storage,
 )
+from hiradix.storage.batch import ChainUse
 from hiradix.storage.wrappers.account import Account, AccountEntry, Entered
 from hiradix.storage.wrappers.quota import QuotaConfig, QuotaStorage, account_name, with_quota
 from hiradix.storage.wrappers.wrap import WrapConfig
@@ -313,6 +314,18 @@ batches = st.sampled_from(TENANTS).flatmap(
         st.just(tenant), st.lists(st.sampled_from(KEYS[tenant]), min_size=1, max_size=4, unique=True)
     )
 )
+
+
+def test_a_chain_of_several_calls_keeps_its_head(tmp_path: Path) -> None:
+    store = open_quota(tmp_path, memory(tmp_path, {}), 10)
+    keys = keys_of(16)
+    put_for(store, keys_of(3, 50), "salt:a")
+    use = ChainUse(keys, tenant="salt:a")
+    ok: list[bool] = []
+    for start in range(0, 16, 4):
+        ok += store.put(use.part(start, start + 4), [page_of(key) for key in keys[start : start + 4]])
+    assert ok == [True] * 10 + [False] * 6 and store.exists(Batch.of(keys)) == 10
+    store.close()
 
 
 class Place:

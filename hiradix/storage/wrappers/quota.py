@@ -165,7 +165,7 @@ class QuotaStorage(Wrapper):
 
     def _put_within(self, limit_bytes: int, batch: Batch, pages: Sequence[Page]) -> list[bool]:
         name, entries = account_name(batch.tenant), self._entries(batch, pages)
-        entered = self._make_room(name, entries, limit_bytes)
+        entered = self._make_room(name, entries, batch, limit_bytes)
         which = [index for index, key in enumerate(batch) if key in entered.keys]
         ok = [False] * len(batch)
         answers: list[bool] = []
@@ -218,14 +218,18 @@ class QuotaStorage(Wrapper):
         """When each page counts as used, the hottest first."""
         return zip(batch, batch.used_ns(self, self._time_ns()), strict=True)
 
-    def _make_room(self, name: str, entries: Mapping[str, AccountEntry], limit_bytes: int) -> Entered:
-        """Enter what may be put, after as many of the tenant's coldest pages left as it takes."""
+    def _make_room(
+        self, name: str, entries: Mapping[str, AccountEntry], batch: Batch, limit_bytes: int
+    ) -> Entered:
+        """Enter what may be put, after as many of the tenant's coldest pages left as it takes: none of what
+        the same use has in front of it, without which it would not be found."""
         entered = self._account.enter(name, entries, limit_bytes)
         for _ in range(_ROUNDS if self._deletes else 0):
             if not entered.short_bytes:
                 break
             self._note_uses()
-            victims = self._account.coldest(name, entered.short_bytes, entries)
+            keep = {*entries, *batch.earlier(batch.start)}
+            victims = self._account.coldest(name, entered.short_bytes, keep)
             if not victims:
                 break
             self.inner.delete(victims)
