@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -128,6 +129,18 @@ def test_a_long_chain_in_front_is_named_at_once() -> None:
     made.clear()
     assert batch.before == tuple(f"m-n-{at}" for at in range(950))
     assert made == [900, 50]
+
+
+@pytest.mark.parametrize("name", ["exists", "get", "put"])
+def test_a_backend_may_send_its_keys_to_another_process(seen: list[tuple[str, Batch]], name: str) -> None:
+    """Whatever the guard makes names of, and whose clock was asked."""
+    store = open_storage("noting", StorageContext(FINGERPRINT, {"deadline_s": 30.0}, PAGE_BYTES))
+    batch = Batch.of(KEYS, before=["x"], tenant="salt:a")
+    pages = [] if name == "exists" else [[page_of(key) for key in KEYS]]
+    batch.used_ns(threading.Lock(), 0)
+    getattr(store, name)(batch, *pages)
+    assert pickle.loads(pickle.dumps(seen[-1][1])) == tuple(seen[-1][1])
+    store.close()
 
 
 def test_stores_have_clocks_of_their_own() -> None:
