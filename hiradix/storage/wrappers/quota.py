@@ -12,7 +12,7 @@ import hashlib
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,11 @@ SHOWN_TENANTS = 16
 """Those with the most bytes have a figure of their own."""
 MAX_USES = 1 << 14
 """Reads remembered until somebody has to leave."""
+MOMENT_NS = 1_000_000_000
+"""What goes on in a chain so soon after another call ended there is one use with that: jobs have a batch each.
+"""
+MAX_ENDS = 1 << 10
+"""Calls whose ends are remembered for that."""
 _ROUNDS = 4  # of making room; more than one only where other processes take it
 _KINDS = ("salt:", "key:", "tenant:")
 
@@ -134,6 +139,7 @@ class QuotaStorage(Wrapper):
         self._account, self._limit, self._time_ns = account, limit, time_ns
         self._lock = threading.Lock()
         self._uses: dict[str, int] = {}
+        self._ends: OrderedDict[str, tuple[int, int]] = OrderedDict()  # last page -> when called, and used
         self._counts: Counter[str] = Counter()
         self._largest = account.largest(SHOWN_TENANTS)
 
@@ -216,7 +222,17 @@ class QuotaStorage(Wrapper):
 
     def _uses_of(self, batch: Batch) -> Iterable[tuple[str, int]]:
         """When each page counts as used, the hottest first."""
-        return zip(batch, batch.used_ns(self, self._time_ns()), strict=True)
+        now_ns = self._time_ns()
+        with self._lock:
+            end = self._ends.get(batch.after)
+            goes_on = end is not None and 0 <= now_ns - end[0] < MOMENT_NS
+            used_ns = batch.used_ns(self, end[1] - 1 if end and goes_on else now_ns)
+            if used_ns:
+                self._ends[batch[-1]] = now_ns, used_ns[-1]
+                self._ends.move_to_end(batch[-1])
+                if len(self._ends) > MAX_ENDS:
+                    self._ends.popitem(last=False)
+        return zip(batch, used_ns, strict=True)
 
     def _make_room(
         self, name: str, entries: Mapping[str, AccountEntry], batch: Batch, limit_bytes: int
