@@ -109,7 +109,7 @@ class Batch(tuple[str, ...]):
     """
 
     use: ChainUse
-    _places: range | list[int]  # in the use
+    _places: range | list[int]  # in the use; a range where they follow each other
 
     @staticmethod
     def of(
@@ -127,13 +127,21 @@ class Batch(tuple[str, ...]):
         before = None if before is None else tuple(before)
         return _batch(own, ChainUse(own, before, after, tenant, extra_key, 0, is_chain), range(len(own)))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled, it is the tuple of its keys: what makes names, and the stores' clocks, are this process's.
+        """
+        return tuple, (list(self),)
+
     @overload
     def __getitem__(self, at: SupportsIndex) -> str: ...
     @overload
     def __getitem__(self, at: slice) -> Batch: ...
     def __getitem__(self, at: SupportsIndex | slice) -> str | Batch:
         if isinstance(at, slice):
-            return _batch(super().__getitem__(at), self.use, self._places[at])
+            places = self._places[at]
+            if isinstance(places, range) and places.step != 1:
+                places = list(places)
+            return _batch(super().__getitem__(at), self.use, places)
         return super().__getitem__(at)
 
     def pick(self, which: Sequence[int]) -> Batch:
@@ -179,7 +187,7 @@ class Batch(tuple[str, ...]):
         before = self.use.before
         if before is None or not isinstance(self._places, range):
             return None
-        return *before, *self.use.keys[: self.start]
+        return *before[:], *self.use.keys[: self.start]  # slices: lazy keys are made all at once
 
     @property
     def after(self) -> str:

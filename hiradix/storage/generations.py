@@ -37,7 +37,7 @@ from typing import Any
 from hiradix.storage.batch import Batch
 from hiradix.storage.components import ComponentPages, PageDifference
 from hiradix.storage.guard.breaker import Troubles
-from hiradix.storage.guard.calls import has_failed
+from hiradix.storage.guard.calls import as_answered, has_failed
 from hiradix.storage.guard.stores import StoragePart, Stores
 from hiradix.storage.opening import StoreSettings
 from hiradix.storage.protocol import Page
@@ -578,14 +578,16 @@ class _Part:
         """As the guard's, out of the first generation that has a page."""
         batch = Batch.of(keys)
         ok = [False] * len(batch)
+        told: list[list[bool]] = []
         for label in self._labels(batch):
             which = [at for at, done in enumerate(ok) if not done]
             if not which:
                 break
             answers = self._guard.get(_in_generation(batch.pick(which), label), [into[at] for at in which])
+            told.append(answers)
             for at, done in zip(which, answers, strict=True):
                 ok[at] = done
-        return ok
+        return as_answered(ok, *told)
 
     def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
         """As the guard's, into the generation that pages computed here belong to."""

@@ -86,11 +86,11 @@ class StorageRunner:
         assert isinstance(query, QueryPayload)
         self._hash(task, query.rows)
         yield
-        found = query.known
+        use, found = _use_of_query(task, query, BACKBONE_PAIR), query.known
         while found < query.num_pages:
             task.check()
             batch = range(found, min(found + self._batch_pages, query.num_pages))
-            found += self._count(task, query, BACKBONE_PAIR, batch)
+            found += self._count(use, batch)
             if not query.windows:
                 task.num_pages = found
             if found < batch.stop:
@@ -151,7 +151,7 @@ class StorageRunner:
         The first page that is missing of a window ends every longer run of pages too, so the search goes on
         there.
         """
-        known = end  # pages [known, end) are there
+        use, known = _use_of_query(task, query, window.pair), end  # pages [known, end) are there
         for _ in looks:
             first = at = max(0, end - window.reach)
             if known <= first:
@@ -160,16 +160,15 @@ class StorageRunner:
             while is_whole and at < known:
                 task.check()
                 batch = range(at, min(known, at + self._batch_pages))
-                at += self._count(task, query, window.pair, batch)
+                at += self._count(use, batch)
                 is_whole = at == batch.stop
                 yield
             end, known = (end if is_whole else at), first
         return 0
 
-    def _count(self, task: Task, query: QueryPayload, pair: int, batch: range) -> int:
+    def _count(self, use: ChainUse, batch: range) -> int:
         """How many leading pages of a batch, numbered from the first asked for, a component's store has."""
-        use = _use_of_rows(task.hashes, query.rows, len(query.rows) - query.num_pages, pair)
-        return self._part(pair).exists(use.part(batch.start, batch.stop))
+        return self._part(use.component).exists(use.part(batch.start, batch.stop))
 
     # -- inside -----------------------------------------------------------------------------
 
@@ -196,6 +195,11 @@ def _use_of_rows(hashes: Sequence[bytes], rows: PageRows, first: int, pair: int)
     before = None if rows.start else LazyKeys(hashes[:first], _names)
     after = hashes[first - 1].hex() if first else rows.prior.hex() if rows.start else ""
     return ChainUse(LazyKeys(hashes[first:], _names), before, after, rows.tenant, rows.extra_key, pair)
+
+
+def _use_of_query(task: Task, query: QueryPayload, pair: int) -> ChainUse:
+    """The same of the pages that a query asks for, which takes as long as the chain is."""
+    return _use_of_rows(task.hashes, query.rows, len(query.rows) - query.num_pages, pair)
 
 
 def _use_of_read(read: ReadPayload, pages_of_pair: TrailingPages) -> ChainUse:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +19,8 @@ from hiradix.storage import Batch
 from hiradix.storage.backends.disk import DiskBackend
 from hiradix.storage.backends.disk.chains import Linked, Waiting, coldest, link
 from hiradix.storage.backends.disk.record import Name
-from tests.contracts.storage import OTHER, hits, keys_of, put
+from hiradix.storage.batch import ChainUse
+from tests.contracts.storage import OTHER, blank, hits, keys_of, put
 from tests.disk.places import cap_of, open_disk
 
 ROOM = 64
@@ -125,6 +128,23 @@ def test_no_page_makes_room_for_what_follows_it(make: Make) -> None:
     length = prefix(store, keys_of(ROOM))
     put(store, Batch.of(keys_of(10, ROOM), after=keys_of(ROOM)[-1]))
     assert prefix(store, keys_of(ROOM + 10)) >= length
+
+
+def test_reads_keep_no_chain_in_memory(make: Make) -> None:
+    """A page read at the end of a long chain is noted, not the chain."""
+    store = make()
+    put(store, keys_of(8))
+
+    class Keys(list[str]):
+        """As a list, of which it can be told whether somebody has it."""
+
+    front = Keys(keys_of(9, 100))
+    use = ChainUse(keys_of(8), before=front)
+    assert store.get(use.part(7, 8), [blank()]) == [True]
+    alive = weakref.ref(front)
+    del use, front
+    gc.collect()
+    assert alive() is None
 
 
 def test_turns_of_a_clock_that_was_ahead_do_not_stay_for_ever(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,6 +76,17 @@ def test_a_part_is_that_of_a_list_and_knows_what_is_in_front(start: int, stop: i
     assert not picked or some.before == (None if has_gap else part[picked[0] :].before)
 
 
+@pytest.mark.parametrize("step", [-1, 2, 3, -2])
+def test_a_part_with_gaps_or_backwards_says_no_less_and_no_more(step: int) -> None:
+    chain = ["a", "b", *"cdefgh"]
+    part = Batch.of(chain[2:], before=chain[:2])[::step]
+    assert list(part) == chain[2:][::step]
+    assert part.fronts() == [chain[chain.index(key) - 1] for key in part]
+    assert part.before is None
+    rest = part[1:]
+    assert rest.fronts() == [chain[chain.index(key) - 1] for key in rest]
+
+
 def test_what_is_not_known_is_not_made_up() -> None:
     assert Batch.of(KEYS).before is None and Batch.of(KEYS).after == ""
     assert Batch.of(KEYS)[3:].before is None and Batch.of(KEYS)[3:].after == KEYS[2]
@@ -102,6 +114,34 @@ def test_names_are_made_when_somebody_looks() -> None:
     assert list(part) == [f"n-{key}" for key in KEYS[2:4]] and made == [2]
     again = part.renamed(lambda keys: [f"m-{key}" for key in keys])
     assert again.before == tuple(f"m-n-{key}" for key in KEYS[:2]) and again.after == f"m-n-{KEYS[1]}"
+
+
+def test_a_long_chain_in_front_is_named_at_once() -> None:
+    made: list[int] = []
+
+    def rename(keys: Sequence[Any]) -> list[str]:
+        made.append(len(keys))
+        return [f"n-{key}" for key in keys]
+
+    chain = list(range(1000))
+    batch = ChainUse(LazyKeys(chain[900:], rename), LazyKeys(chain[:900], rename)).part(50, 60)
+    batch = batch.renamed(lambda keys: [f"m-{key}" for key in keys])
+    made.clear()
+    assert batch.before == tuple(f"m-n-{at}" for at in range(950))
+    assert made == [900, 50]
+
+
+@pytest.mark.parametrize("name", ["exists", "get", "put"])
+def test_a_backend_may_send_its_keys_to_another_process(seen: list[tuple[str, Batch]], name: str) -> None:
+    """Whatever the guard makes names of, and whose clock was asked."""
+    store = open_storage("noting", StorageContext(FINGERPRINT, {"deadline_s": 30.0}, PAGE_BYTES))
+    batch = Batch.of(KEYS, before=["x"], tenant="salt:a")
+    pages = [] if name == "exists" else [[page_of(key) for key in KEYS]]
+    batch.used_ns(threading.Lock(), 0)
+    getattr(store, name)(batch, *pages)
+    sent = pickle.dumps(seen[-1][1])
+    assert pickle.loads(sent) == tuple(seen[-1][1])  # noqa: S301
+    store.close()
 
 
 def test_stores_have_clocks_of_their_own() -> None:

@@ -117,7 +117,17 @@ def test_no_piece_is_begun_after_the_deadline(world: World, monkeypatch: pytest.
     assert world.faulty.calls.count("get") == 2 and world.figure("get_missed_timeout") == 4
 
 
-@pytest.mark.parametrize("fault", [raise_error, exit_thread, answer(None), answer([True, 1, True])])
+class Panic(BaseException):
+    """As extensions written in Rust raise, and what cancels a coroutine."""
+
+
+def panic(call: Callable[..., Any], *args: Any) -> Any:
+    raise Panic("in a library")
+
+
+@pytest.mark.parametrize(
+    "fault", [raise_error, exit_thread, panic, answer(None), answer([True, 1, True])]
+)
 def test_faults_are_misses(world: World, fault: Callable[..., Any]) -> None:
     put(world.storage, keys_of(3))
     for name in ("exists", "get", "put"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
 import sqlite3
 import tempfile
@@ -28,6 +29,7 @@ from hiradix.storage import (
     StorageContext,
     open_storage,
 )
+from hiradix.storage.batch import ChainUse
 from hiradix.storage.wrappers.account import Account, AccountEntry, Entered
 from hiradix.storage.wrappers.quota import QuotaConfig, QuotaStorage, account_name, with_quota
 from hiradix.storage.wrappers.wrap import WrapConfig
@@ -313,6 +315,34 @@ batches = st.sampled_from(TENANTS).flatmap(
         st.just(tenant), st.lists(st.sampled_from(KEYS[tenant]), min_size=1, max_size=4, unique=True)
     )
 )
+
+
+def test_a_chain_of_several_calls_keeps_its_head(tmp_path: Path) -> None:
+    store = open_quota(tmp_path, memory(tmp_path, {}), 10)
+    keys = keys_of(16)
+    put_for(store, keys_of(3, 50), "salt:a")
+    use = ChainUse(keys, tenant="salt:a")
+    ok: list[bool] = []
+    for start in range(0, 16, 4):
+        ok += store.put(use.part(start, start + 4), [page_of(key) for key in keys[start : start + 4]])
+    assert ok == [True] * 10 + [False] * 6 and store.exists(Batch.of(keys)) == 10
+    store.close()
+
+
+@pytest.mark.parametrize("move", ["get", "put"])
+def test_a_chain_of_several_jobs_leaves_from_its_end(tmp_path: Path, move: str) -> None:
+    """A prefetch is a job for each batch, each of which knows what is in front of it."""
+    ticks = itertools.count(10**18, 1000)
+    account = Account(tmp_path / "a", "memory")
+    store = QuotaStorage(memory(tmp_path, {}), account, lambda _: quota_of(64), ticks.__next__)
+    keys, others = keys_of(64), keys_of(8, 100)
+    assert all(store.put(Batch.of(keys, tenant="salt:a"), [page_of(key) for key in keys]))
+    for start in (0, 32):
+        batch = Batch.of(keys[start : start + 32], before=keys[:start], tenant="salt:a")
+        assert all(getattr(store, move)(batch, [page_of(key) for key in batch]))
+    assert all(store.put(Batch.of(others, tenant="salt:a"), [page_of(key) for key in others]))
+    assert store.exists(Batch.of(keys)) == 56
+    store.close()
 
 
 class Place:

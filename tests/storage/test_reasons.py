@@ -12,12 +12,16 @@ import pytest
 
 from hiradix.storage import (
     Batch,
+    ComponentPages,
     GuardedStorage,
     MissReason,
     PageFingerprint,
     StorageBackend,
     StorageContext,
+    Stores,
     Traits,
+    Trust,
+    trusted_stores,
 )
 from hiradix.storage.backends.tier.backend import TierBackend
 from hiradix.storage.guard.calls import FlagsWithReason, as_answered, has_failed, reasons_of
@@ -168,6 +172,18 @@ def test_reasons_pass_a_tier(tmp_path: Path) -> None:
     answer = store.get(Batch.of([*KEYS, "f" * 64]), [blank() for _ in range(7)])
     assert list(answer) == [False, *[True] * 5, False] and reasons_of(answer) == {DAMAGED: 1}
     store.close()
+
+
+def test_reasons_pass_generations() -> None:
+    backend = Saying(StorageContext(FINGERPRINT, {}, PAGE_BYTES))
+    stores = Stores([GuardedStorage(backend, FINGERPRINT, GuardLimits(deadline_s=100.0))])
+    trusted = trusted_stores(stores, [ComponentPages(FINGERPRINT, PAGE_BYTES)], Trust(identity="mine"))
+    (part,) = trusted.parts
+    assert all(part.put(KEYS, [page_of(key) for key in KEYS]))
+    backend.says = {name: ERROR for name in list(backend.pages)[1:3]}
+    answer = part.get(KEYS, [blank() for _ in KEYS])
+    assert answer.count(False) == 2 and reasons_of(answer) == {ERROR: 2} and has_failed(answer)
+    trusted.close()
 
 
 def test_what_failed_is_not_taken_for_absent() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -132,6 +134,22 @@ def test_pages_go_down_and_come_back_the_same(bench: Bench) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, bench.contents(loaded), strict=True))
     assert bench.result().ticket == ticket
     assert c.evict_host(host) == 3 and bench.host_free.available == HOST_PAGES
+
+
+def test_a_prefetch_says_whose_pages_it_reads(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    c, get, told = bench.controller, bench.storage.get, []
+
+    def noting(batch: Any, into: Any) -> list[bool]:
+        told.append((batch.tenant, batch.extra_key))
+        return get(batch, into)
+
+    monkeypatch.setattr(bench.storage, "get", noting)
+    rows, host = dataclasses.replace(rows_of(3), tenant="salt:alice", extra_key="x"), bench.host_pages(3)
+    c.write_storage(rows, host)
+    bench.settle()
+    operation = c.prefetch(rows, bench.host_pages(3))
+    bench.settle()
+    assert operation.num_pages == 3 and told == [("salt:alice", "x")]
 
 
 def test_a_prompt_goes_to_storage_and_is_prefetched(bench: Bench) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hiradix.storage import Batch
-from hiradix.transfer.jobs import QueryPayload, ReadPayload, StorePayload, TrailingPages
+from hiradix.transfer.jobs import QueryPayload, ReadPayload, StorePayload, TrailingPages, TrailingWindow
 from hiradix.transfer.storage_runner import StorageRunner
 from hiradix.tree.hashing import PageRows, hash_pages
 from tests.transfer.doubles import TWO_PAGES, run, task_of
@@ -52,3 +52,18 @@ def test_every_call_says_whose_pages_they_are(move: str) -> None:
     whose = "salt:alice", "adapter"
     assert stores[0].told == [(*whose, 0, 2), (*whose, 0, 1)]
     assert stores[1].told == ([] if move == "query" else [(*whose, 1, 2)])
+
+
+def test_a_query_names_its_chain_once() -> None:
+    """However many calls it takes: a use takes as long to make as the chain is."""
+    uses: list[Any] = []
+
+    class Noting(Asked):
+        def _note(self, batch: Batch) -> None:
+            uses.append(batch.use)
+
+    runner = StorageRunner([cast(Any, SimpleNamespace(page_views=lambda page: []))] * 2, TWO_PAGES)
+    runner.use(cast(Any, SimpleNamespace(parts=[Noting(), Noting()])))
+    assert run(runner.query, task_of(QueryPayload(ROWS, 3, (TrailingWindow(1, 3),)))).num_pages == 3
+    assert [use.component for use in uses] == [0, 0, 1, 1]
+    assert uses[0] is uses[1] and uses[2] is uses[3]

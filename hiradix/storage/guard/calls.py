@@ -120,7 +120,9 @@ class Session:
             raise CallTimeout("no time left for the rest of the batch")
         try:
             return work()
-        except SystemExit as error:  # a caller's thread is no backend's to end
+        except (Exception, KeyboardInterrupt):  # the latter is the caller's own
+            raise
+        except BaseException as error:  # a caller's thread is no backend's to end
             raise StorageError(described(error)) from error
 
 

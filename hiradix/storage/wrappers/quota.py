@@ -12,7 +12,7 @@ import hashlib
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,10 @@ SHOWN_TENANTS = 16
 """Those with the most bytes have a figure of their own."""
 MAX_USES = 1 << 14
 """Reads remembered until somebody has to leave."""
+MOMENT_NS = 1_000_000_000
+"""What goes on in a chain so soon after another call ended there is one use with it: a job has a batch."""
+MAX_ENDS = 1 << 10
+"""Calls whose ends are remembered for that."""
 _ROUNDS = 4  # of making room; more than one only where other processes take it
 _KINDS = ("salt:", "key:", "tenant:")
 
@@ -134,6 +138,7 @@ class QuotaStorage(Wrapper):
         self._account, self._limit, self._time_ns = account, limit, time_ns
         self._lock = threading.Lock()
         self._uses: dict[str, int] = {}
+        self._ends: OrderedDict[str, tuple[int, int]] = OrderedDict()  # last page -> when called, and used
         self._counts: Counter[str] = Counter()
         self._largest = account.largest(SHOWN_TENANTS)
 
@@ -165,7 +170,7 @@ class QuotaStorage(Wrapper):
 
     def _put_within(self, limit_bytes: int, batch: Batch, pages: Sequence[Page]) -> list[bool]:
         name, entries = account_name(batch.tenant), self._entries(batch, pages)
-        entered = self._make_room(name, entries, limit_bytes)
+        entered = self._make_room(name, entries, batch, limit_bytes)
         which = [index for index, key in enumerate(batch) if key in entered.keys]
         ok = [False] * len(batch)
         answers: list[bool] = []
@@ -216,16 +221,30 @@ class QuotaStorage(Wrapper):
 
     def _uses_of(self, batch: Batch) -> Iterable[tuple[str, int]]:
         """When each page counts as used, the hottest first."""
-        return zip(batch, batch.used_ns(self, self._time_ns()), strict=True)
+        now_ns = self._time_ns()
+        with self._lock:
+            end = self._ends.get(batch.after)
+            goes_on = end is not None and 0 <= now_ns - end[0] < MOMENT_NS
+            used_ns = batch.used_ns(self, end[1] - 1 if end and goes_on else now_ns)
+            if used_ns:
+                self._ends[batch[-1]] = now_ns, used_ns[-1]
+                self._ends.move_to_end(batch[-1])
+                if len(self._ends) > MAX_ENDS:
+                    self._ends.popitem(last=False)
+        return zip(batch, used_ns, strict=True)
 
-    def _make_room(self, name: str, entries: Mapping[str, AccountEntry], limit_bytes: int) -> Entered:
-        """Enter what may be put, after as many of the tenant's coldest pages left as it takes."""
+    def _make_room(
+        self, name: str, entries: Mapping[str, AccountEntry], batch: Batch, limit_bytes: int
+    ) -> Entered:
+        """Enter what may be put, after as many of the tenant's coldest pages left as it takes: none of what
+        the same use has in front of it, without which it would not be found."""
         entered = self._account.enter(name, entries, limit_bytes)
         for _ in range(_ROUNDS if self._deletes else 0):
             if not entered.short_bytes:
                 break
             self._note_uses()
-            victims = self._account.coldest(name, entered.short_bytes, entries)
+            keep = {*entries, *batch.earlier(batch.start)}
+            victims = self._account.coldest(name, entered.short_bytes, keep)
             if not victims:
                 break
             self.inner.delete(victims)

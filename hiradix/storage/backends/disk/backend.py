@@ -277,7 +277,7 @@ class DiskBackend(StorageBackend):
             names, entries = self._find(batch)
             self._store.shelf.link_all(names, lambda: _fronts(batch, names))
             _check_lengths(into, self._page_bytes)
-            self._read.append((names, self._time_ns()))
+            self._read.append((list(names), self._time_ns()))  # a batch keeps all of its chain in memory
             self._num_read += len(names)
             if self._num_read > MAX_UNLOGGED_USES:
                 self._use([])
