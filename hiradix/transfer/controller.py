@@ -475,7 +475,11 @@ class HiCacheController:
             hashes, rows = operation.hashes[:num_pages], operation.rows
             chain = None if rows.start else result.hashes
             operation.ticket = self.read(
-                hashes, operation.host_pages[:num_pages], chain, extra_key=rows.extra_key
+                hashes,
+                operation.host_pages[:num_pages],
+                chain,
+                extra_key=rows.extra_key,
+                tenant=rows.tenant,
             )
             self._prefetches[operation.ticket] = operation
         return True

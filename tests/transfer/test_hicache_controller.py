@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 from hiradix.errors import Misuse
 from hiradix.memory import DevicePool, HostPool, KVShape, PageAllocator, TorchTransport
+from hiradix.storage import Batch
 from hiradix.transfer import (
     FailReason,
     HiCacheController,
@@ -174,6 +177,23 @@ def test_a_prefetch_fills_the_leading_pages_that_come(bench: Bench) -> None:
     assert (operation.num_hit_pages, operation.num_pages, operation.is_done) == (300, 200, True)
     assert c.evict_host(operation.host_pages[200:]) == 100
     assert bench.host_free.available == HOST_PAGES - 200
+
+
+def test_a_prefetch_says_whose_pages_it_reads(bench: Bench) -> None:
+    rows, _ = bench.stored(4)
+    told: list[tuple[str, str]] = []
+    storage = bench.controller._storage_jobs.parts[0]
+    for call in ("exists", "get"):
+
+        def noted(batch: Batch, *rest: object, call: str = call, own: Any = getattr(storage, call)) -> Any:
+            told.append((call, batch.tenant))
+            return own(batch, *rest)
+
+        setattr(storage, call, noted)
+    operation = bench.controller.prefetch(replace(rows, tenant="salt:alice"), bench.host_pages(4))
+    bench.settle()
+    assert operation.num_pages == 4
+    assert told == [("exists", "salt:alice"), ("get", "salt:alice")]
 
 
 def test_a_stopped_prefetch_has_what_its_batch_brought(bench: Bench) -> None:
