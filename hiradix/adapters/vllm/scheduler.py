@@ -333,6 +333,7 @@ class SchedulerRole:
         for outcome in outcomes:
             self._happened()
             if isinstance(outcome, StorageSwitched):
+                self._book()  # what was said before is of the storage there was
                 self.storage.answer(outcome)
             else:
                 self.executor.answer(outcome)
@@ -358,11 +359,11 @@ class SchedulerRole:
         """The workers are about to attach other storage, or none: nobody waits for what there is any more."""
         self.prefetcher.stop_all()
         self.prefetcher.policy = asked.prefetch or self.prefetcher.policy
-        self.index.tree.forget_stored()
 
     def _storage_came(self) -> None:
-        """What fetches have brought so far says nothing of it."""
+        """What fetches have brought so far says nothing of it, nor of what it has."""
         self.no_regret.attached()
+        self.index.tree.forget_stored()
 
     def _tell_entered(self, owner: BlockOwner, start: int, pages: Pages) -> None:
         if self.plan.events is not None and isinstance(owner, Tracked):
