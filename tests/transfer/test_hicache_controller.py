@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -183,13 +184,13 @@ def test_a_prefetch_says_whose_pages_it_reads(bench: Bench) -> None:
     rows, _ = bench.stored(4)
     told: list[tuple[str, str]] = []
     storage = bench.controller._storage_jobs.parts[0]
-    for call in ("exists", "get"):
+    exists, get = storage.exists, storage.get
 
-        def noted(batch: Batch, *rest: object, call: str = call, own: Any = getattr(storage, call)) -> Any:
-            told.append((call, batch.tenant))
-            return own(batch, *rest)
+    def noted(own: Any, batch: Batch, *rest: object) -> Any:
+        told.append((own.__name__, batch.tenant))
+        return own(batch, *rest)
 
-        setattr(storage, call, noted)
+    storage.exists, storage.get = partial(noted, exists), partial(noted, get)  # type: ignore[method-assign]
     operation = bench.controller.prefetch(replace(rows, tenant="salt:alice"), bench.host_pages(4))
     bench.settle()
     assert operation.num_pages == 4
