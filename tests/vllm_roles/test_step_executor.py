@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hiradix.adapters.vllm.scheduler_plan import StepRequest
 from hiradix.adapters.vllm.step_meter import StepMeter
 from hiradix.errors import Misuse
 from hiradix.policy.no_regret import NoRegret
@@ -14,6 +15,8 @@ from hiradix.transfer import Copy, FailReason, JobKind, Result, StorageExecutor,
 from hiradix.transfer.jobs import StorePayload, TrailingPages
 from hiradix.transfer.step_executor import StepExecutor
 from hiradix.tree.hashing import PageRows
+from tests.vllm_roles.mini_vllm import MiniVLLM, S, World
+from tests.vllm_roles.test_life import request
 
 ROWS = PageRows(b"", np.arange(12, dtype=np.int64).reshape(-1, 2))
 PAGES = np.arange(3, dtype=np.int32)
@@ -106,3 +109,20 @@ def test_a_pause_of_the_engine_is_no_computing() -> None:
     meter.forget()
     meter.planned(1, False)
     assert gate.told == []
+
+
+def test_tokens_of_a_draft_are_no_prompt() -> None:
+    vllm = MiniVLLM(World())
+    told: list[tuple[float, float]] = []
+    vllm.role.no_regret.computed = lambda pages, seconds: told.append((pages, seconds))  # type: ignore[method-assign]
+    prompt = request("a", 2)
+    vllm.add(prompt)
+    for computed, num_tokens in (
+        (0, prompt.num_tokens),
+        (prompt.num_tokens - 1, 5),
+        (prompt.num_tokens - 1, 5),
+    ):
+        prompt.num_computed_tokens = computed
+        vllm.role.step([StepRequest("a", num_tokens, ())], lambda _: [[1, 2, 3, 4]])
+        vllm.now_s += 1.0
+    assert told == [(prompt.num_tokens / S, 1.0)]
