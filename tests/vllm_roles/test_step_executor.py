@@ -68,6 +68,16 @@ def test_a_lookup_of_more_pages_than_it_names_is_refused() -> None:
         StepExecutor(1).query(ROWS, 7)
 
 
+def test_what_storage_was_not_asked_for_it_was_not_found_to_have() -> None:
+    executor = StepExecutor(1)
+    for known, found in ((2, 5), (6, 4), (0, 1)):
+        ticket = executor.query(ROWS, known=known)
+        executor.answer(Result(ticket, JobKind.QUERY, found))
+    executor.cancel(executor.query(ROWS, known=1))
+    assert (executor.num_asked, executor.num_found) == (4 + 0 + 6 + 5, 3 + 0 + 1)
+    assert not executor._known
+
+
 class Gate(NoRegret):
     def __init__(self) -> None:
         super().__init__()
