@@ -196,13 +196,15 @@ class Prefetcher:
 
     # -- the transfer's side ------------------------------------------------------------
 
-    def _same_pages(self, key: RadixKey, node: Node) -> Prefetch | None:
-        """A running prefetch that will bring the first page of `key` behind `node`."""
-        row = key.row(node.end, self._tree.page_size)
+    def _same_pages(self, key: RadixKey, node: Node, num_pages: int = 1) -> Prefetch | None:
+        """A running prefetch that will bring the first `num_pages` of `key` behind `node`."""
+        size, end = self._tree.page_size, node.end + num_pages
+        rows = [key.row(page, size) for page in range(node.end, end)]
         for p in self._running:
             is_open = p.phase in (PrefetchPhase.QUERY, PrefetchPhase.READ) and not p.stopped
-            if is_open and p.anchor is node and p.key.row(node.end, self._tree.page_size) == row:
-                return p
+            if is_open and p.anchor is node and p.key.num_pages(size) >= end:
+                if rows == [p.key.row(page, size) for page in range(node.end, end)]:
+                    return p
         return None
 
     def _query(self, p: Prefetch) -> None:
@@ -267,7 +269,8 @@ class Prefetcher:
             self._retry(joined, p)
 
     def _retry(self, p: Prefetch, primary: Prefetch) -> None:
-        """A joined prefetch goes on alone for what the primary did not bring."""
+        """A joined prefetch goes on for what the primary did not bring: with another one that will bring as
+        much as is worth reading, else alone. What brought it nothing twice is not tried again."""
         p.primary = None
         node = self._tree.match(p.key).loadable_node
         gained = max(0, node.end - p.start_page)
@@ -276,12 +279,22 @@ class Prefetcher:
         p.asked_pages -= gained
         p.start_page += gained
         p.anchor = node
-        if (
-            (gained or not primary.nothing_there)
+        may_gain = gained or not (primary.nothing_there or p.gained_nothing)
+        p.gained_nothing = not gained
+        if not (
+            may_gain
             and p.asked_pages > 0
             and self.policy.worth_asking(p.asked_pages)
             and self._executor.storage_attached
         ):
+            self._finish(p)
+            return
+        least_pages = min(p.asked_pages, max(1, self.policy.limits.threshold_pages))
+        p.primary = self._same_pages(p.key, node, least_pages)
+        if p.primary is not None:
+            return
+        if self.policy.has_capacity(self.pages_in_flight(), p.asked_pages, self._host_pages()):
             self._query(p)
         else:
+            self._supply.counters.miss("host_capacity", p.asked_pages)
             self._finish(p)

@@ -44,6 +44,7 @@ class Prefetch:
     loaded_pages: int = 0
     loaded_end: int = 0  # the page behind the last of those
     primary: Prefetch | None = None
+    gained_nothing: bool = False  # by the last one that it had joined
     num_asked: int = 0  # pages of its reads since the last were all back
     num_came: int = 0  # and those of them that came
     read_s: float = 0.0  # what those reads took

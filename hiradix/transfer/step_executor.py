@@ -141,6 +141,7 @@ class StepExecutor:
         self._saves: list[SaveOrder] = []
         self._storage_jobs: dict[Ticket, StorageJob] = {}
         self._cancels: dict[Ticket, None] = {}
+        self._known: dict[Ticket, int] = {}  # pages of a lookup that storage was not asked for, if any
         self._tickets = count(1)
         self._num_attached = 0
         self._quorum = Quorum(num_workers)
@@ -182,7 +183,10 @@ class StepExecutor:
         if not known <= asked <= len(rows):
             raise Misuse(f"{known} of {asked} pages of {len(rows)} rows")
         self.num_asked += asked - known
-        return self._order(QueryPayload(rows, asked, tuple(windows), known))
+        ticket = self._order(QueryPayload(rows, asked, tuple(windows), known))
+        if known:
+            self._known[ticket] = known
+        return ticket
 
     def read(
         self,
@@ -211,6 +215,7 @@ class StepExecutor:
         if job is None:
             self._cancels[ticket] = None
         else:
+            self._known.pop(ticket, None)
             self._results.append(Result(ticket, job.kind, 0, error="cancelled", reason=FailReason.CANCELLED))
 
     def _order(self, payload: QueryPayload | ReadPayload | StorePayload) -> Ticket:
@@ -253,7 +258,7 @@ class StepExecutor:
         if whole is None:
             return
         if whole.kind is JobKind.QUERY:
-            self.num_found += whole.num_pages
+            self.num_found += max(0, whole.num_pages - self._known.pop(whole.ticket, 0))
         self._results.append(whole)
 
     def poll(self) -> list[Result]:

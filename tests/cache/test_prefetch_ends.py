@@ -307,3 +307,23 @@ def test_what_lies_behind_pages_that_storage_failed_to_bring_is_missed_too() -> 
     assert world.cache.prefetcher.progress("r") and world.cache.prefetcher.pop_loaded_span("r") == (0, 0)
     assert world.cache.counters.unfulfilled == {"storage_transfer": 150}
     world.assert_drained()
+
+
+@pytest.mark.parametrize("num_failing", [1, 2])
+def test_of_many_who_joined_one_asks_again_for_all(num_failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise each would read the same pages, and no limit of what is in flight would hold."""
+    world = stored_world(4)
+    prefetcher, root, names = world.cache.prefetcher, world.cache.tree.root, [f"r{n}" for n in range(9)]
+    part, failing = world.stores.parts[0], ["once"] * num_failing
+    exists = part.exists
+    monkeypatch.setattr(part, "exists", lambda keys: fail(failing.pop()) if failing else exists(keys))
+    for name in names:
+        assert prefetcher.start(name, key(4), root)
+    world.settle()
+    assert all(prefetcher.progress(name) for name in names)
+    brought = 4 if num_failing == 1 else 0
+    assert {prefetcher.pop_loaded_span(name)[1] for name in names[1:]} == {brought}
+    kinds = world.controller.stats().kinds
+    assert kinds[JobKind.QUERY].num_results == 2, "what failed twice is not asked for a third time"
+    assert kinds[JobKind.READ].num_pages == brought
+    world.assert_drained()

@@ -146,6 +146,7 @@ class FakeStorage:
         self.label = label
         self.fault = ""
         self.parts = tuple(FakePart(self, "" if c == 0 else f"@{c}") for c in range(num_components))
+        self.guards = self.parts
 
     is_joined = True
 
@@ -172,13 +173,12 @@ class FakePart:
         return next(lacking, len(keys))
 
     wants_computed, troubles = False, NO_TROUBLES
+    is_joined, may_read, reads_in_part, is_read_only = True, True, False, False
 
     def register(self, memory: memoryview) -> bool:
         return False
 
-    def get(
-        self, keys: Sequence[str], into: Sequence[Sequence[memoryview]]
-    ) -> list[bool]:
+    def get(self, keys: Sequence[str], into: Sequence[Sequence[memoryview]]) -> list[bool]:
         ok = []
         for number, (key, views) in enumerate(zip(keys, into, strict=True)):
             data = self._whole.pages.get(self._name(key))

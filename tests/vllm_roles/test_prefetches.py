@@ -229,6 +229,40 @@ def test_what_was_saved_before_storage_was_attached_is_stored_with_its_next_use(
     assert len(store[0]) == PAGES
 
 
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("window", [0, 6])
+def test_what_a_read_brings_while_storage_is_switched_is_stored_in_the_next(
+    num_workers: int, window: int
+) -> None:
+    vllm = restarted(
+        replace(ROOMY, window=window, num_workers=num_workers, batch_pages=2 if not window else 128)
+    )
+    drivers = [rank.driver for rank in vllm.ranks]
+    for rank in vllm.ranks:
+        part = rank.storage.parts[0]
+
+        def get(keys: Any, into: Any, own: Any = part.get, held: set[str] = rank.driver.held) -> list[bool]:
+            held.add("fetch")
+            return list(own(keys, into))
+
+        part.get = get  # type: ignore[method-assign]
+    vllm.add(request("b", PAGES, max_tokens=1))
+    vllm.run(lambda: all("fetch" in driver.held for driver in drivers))
+    vllm.role.storage.ask("fake", {})
+    vllm.step()
+    vllm.step()
+    for rank in vllm.ranks:
+        rank.storage.pages.clear()  # the next has nothing yet
+        rank.driver.held.clear()
+    vllm.run(lambda: vllm.role.has_storage)
+    vllm.drain()
+    assert moved(vllm) > 0, "it came after all"
+    vllm.add(request("c", PAGES, max_tokens=1))
+    vllm.drain()
+    for rank in vllm.ranks:
+        assert sum("@" not in name for name in rank.storage.pages) == PAGES
+
+
 # -- between processes ----------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hiradix.adapters.vllm.scheduler_plan import StepRequest
 from hiradix.adapters.vllm.step_meter import StepMeter
 from hiradix.errors import Misuse
 from hiradix.policy.no_regret import NoRegret
@@ -14,6 +15,8 @@ from hiradix.transfer import Copy, FailReason, JobKind, Result, StorageExecutor,
 from hiradix.transfer.jobs import StorePayload, TrailingPages
 from hiradix.transfer.step_executor import StepExecutor
 from hiradix.tree.hashing import PageRows
+from tests.vllm_roles.mini_vllm import MiniVLLM, S, World
+from tests.vllm_roles.test_life import request
 
 ROWS = PageRows(b"", np.arange(12, dtype=np.int64).reshape(-1, 2))
 PAGES = np.arange(3, dtype=np.int32)
@@ -65,6 +68,16 @@ def test_a_lookup_of_more_pages_than_it_names_is_refused() -> None:
         StepExecutor(1).query(ROWS, 7)
 
 
+def test_what_storage_was_not_asked_for_it_was_not_found_to_have() -> None:
+    executor = StepExecutor(1)
+    for known, found in ((2, 5), (6, 4), (0, 1)):
+        ticket = executor.query(ROWS, known=known)
+        executor.answer(Result(ticket, JobKind.QUERY, found))
+    executor.cancel(executor.query(ROWS, known=1))
+    assert (executor.num_asked, executor.num_found) == (4 + 0 + 6 + 5, 3 + 0 + 1)
+    assert not executor._known
+
+
 class Gate(NoRegret):
     def __init__(self) -> None:
         super().__init__()
@@ -106,3 +119,20 @@ def test_a_pause_of_the_engine_is_no_computing() -> None:
     meter.forget()
     meter.planned(1, False)
     assert gate.told == []
+
+
+def test_tokens_of_a_draft_are_no_prompt() -> None:
+    vllm = MiniVLLM(World())
+    told: list[tuple[float, float]] = []
+    vllm.role.no_regret.computed = lambda pages, seconds: told.append((pages, seconds))  # type: ignore[method-assign]
+    prompt = request("a", 2)
+    vllm.add(prompt)
+    for computed, num_tokens in (
+        (0, prompt.num_tokens),
+        (prompt.num_tokens - 1, 5),
+        (prompt.num_tokens - 1, 5),
+    ):
+        prompt.num_computed_tokens = computed
+        vllm.role.step([StepRequest("a", num_tokens, ())], lambda _: [[1, 2, 3, 4]])
+        vllm.now_s += 1.0
+    assert told == [(prompt.num_tokens / S, 1.0)]

@@ -279,7 +279,7 @@ class SchedulerRole:
         for one in scheduled:
             written.update(one.new_blocks)
             num_tokens += one.num_tokens
-        self._measure(num_tokens, len(scheduled), is_loading)
+        self._measure(scheduled, num_tokens, is_loading)
         for left in self._finished.taken(written):
             key = left.tracked.key(left.num_pages, self.index.page_size)
             self.device.save(left.tracked, key, self._blocks(left.table), before_forward=True)
@@ -295,12 +295,25 @@ class SchedulerRole:
             return NO_ORDERS[bool(scheduled), is_awaited]
         return Orders(fences, jobs, storage, bool(scheduled), is_awaited)
 
-    def _measure(self, num_tokens: int, num_requests: int, is_loading: bool) -> None:
+    def _measure(self, scheduled: Sequence[StepRequest], num_tokens: int, is_loading: bool) -> None:
         """What computing costs is measured by steps that wait for no load and compute mostly prompts."""
         if is_loading and not self.plan.load_async:
             self.meter.forget()
         else:
-            self.meter.planned(num_tokens, num_requests > 0 and num_tokens >= 2 * num_requests)
+            self.meter.planned(num_tokens, self._computes_prompts(scheduled, num_tokens))
+
+    def _computes_prompts(self, scheduled: Sequence[StepRequest], num_tokens: int) -> bool:
+        """Whether there are two tokens and more for each request, without those a draft model has guessed."""
+        enough = max(1, 2 * len(scheduled))
+        if num_tokens < enough:
+            return False
+        for one in scheduled:
+            tracked = self.requests.get(one.request_id)
+            if tracked is not None:
+                request = tracked.request
+                known = max(0, request.num_tokens - request.num_computed_tokens)
+                num_tokens -= max(0, one.num_tokens - known)
+        return num_tokens >= enough
 
     @property
     def _is_awaited(self) -> bool:
@@ -333,6 +346,7 @@ class SchedulerRole:
         for outcome in outcomes:
             self._happened()
             if isinstance(outcome, StorageSwitched):
+                self._book()  # what was said before is of the storage there was
                 self.storage.answer(outcome)
             else:
                 self.executor.answer(outcome)
@@ -358,11 +372,11 @@ class SchedulerRole:
         """The workers are about to attach other storage, or none: nobody waits for what there is any more."""
         self.prefetcher.stop_all()
         self.prefetcher.policy = asked.prefetch or self.prefetcher.policy
-        self.index.tree.forget_stored()
 
     def _storage_came(self) -> None:
-        """What fetches have brought so far says nothing of it."""
+        """What fetches have brought so far says nothing of it, nor of what it has."""
         self.no_regret.attached()
+        self.index.tree.forget_stored()
 
     def _tell_entered(self, owner: BlockOwner, start: int, pages: Pages) -> None:
         if self.plan.events is not None and isinstance(owner, Tracked):
