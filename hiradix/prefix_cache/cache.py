@@ -71,7 +71,8 @@ class PrefixCache:
         self.page_size = index(init.page_size)
         self.is_eagle = params.is_eagle
         self.disable_finished_insert = params.disable_finished_insert
-        self.sliding_window_size = params.sliding_window_size
+        window = init.sliding_window_size
+        self.sliding_window_size: int | None = None if window is None else index(window)
         self.req_to_token_pool = params.req_to_token_pool
         self.token_to_kv_pool_allocator: Any = params.token_to_kv_pool_allocator
         self.device = params.token_to_kv_pool_allocator.device

@@ -12,7 +12,16 @@ import torch
 
 from hiradix.config import HiCacheConfig, parse_extra_config
 from hiradix.errors import StorageError
-from hiradix.prefix_cache import EvictParams, InsertParams, MatchPrefixParams, RadixKey
+from hiradix.memory import HybridSlotAllocator, ReqToTokenPool, SlotAllocator
+from hiradix.prefix_cache import (
+    CacheInitParams,
+    EvictParams,
+    InsertParams,
+    MatchPrefixParams,
+    RadixCache,
+    RadixKey,
+    SWARadixCache,
+)
 from hiradix.prefix_cache.slots import MANY_SLOTS, PageSlots, RowCopies, pages_of, slots_of
 from tests.prefix_cache.bench_engine import PATIENCE_S, Bench, Request, closed_after, prompt
 
@@ -429,6 +438,22 @@ def test_counts_may_be_numpys(make: Make, kind: type) -> None:
     bench.cache.note_prefill(kind(100), np.float32(0.1))
     assert bench.cache.drain(np.float64(5))
     bench.check()
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint16])
+def test_sizes_may_be_numpys(kind: type) -> None:
+    """Found: the compiled form raised TypeError for each of the classes."""
+    page_size, rows = kind(4), ReqToTokenPool(8, 64)
+    plain, hybrid = SlotAllocator(64, 4), HybridSlotAllocator(64, 32, page_size=4)
+    for cache in (
+        RadixCache(CacheInitParams(False, rows, plain, page_size)),
+        SWARadixCache(CacheInitParams(False, rows, hybrid, page_size, sliding_window_size=kind(8))),
+    ):
+        slots = cache.token_to_kv_pool_allocator.alloc(16)
+        cache.insert(InsertParams(RadixKey(prompt(16)), slots))
+        assert cache.evictable_size() == 16 and type(cache.page_size) is int
+        assert cache.sliding_window_size in (None, 8)
+        cache.check()
 
 
 @pytest.mark.parametrize("num_tokens", [8.0, "8", None])
