@@ -234,7 +234,7 @@ class PrefixCache:
     def _insert_with(self, beside: AttentionKind, key: RadixKey, params: InsertParams) -> InsertResult:
         """`insert` of full pages with what is beside them."""
         given: Any = params
-        start = index(given.prev_prefix_len) // self.page_size
+        start, priority = index(given.prev_prefix_len) // self.page_size, _priority_of(params)
         pages = pages_of(params.value, self.page_size, start * self.page_size, len(key))
         self.tree.match(key)  # splits the node it ends in
         there = self.tree.find(key)
@@ -246,7 +246,7 @@ class PrefixCache:
         record = None if given.mamba_value is None else index(given.mamba_value)
         ended = None if given.chunked else Finished(len(key), 0)
         lock = self.insert_pages(key, pages, None, ended, record)
-        self.tree.prioritise(lock, _priority_of(params))
+        self.tree.prioritise(lock, priority)
         self.tree.unlock(lock)
         return InsertResult(known * self.page_size)
 
@@ -324,7 +324,8 @@ class PrefixCache:
         and `cache_protected_len`. Costs the new tokens, not the prefix; a list of `fill_ids` is read whole.
         """
         asked: Any = req  # its counts may be numpy's, which the compiled form does not take
-        tokens, place, kept = req.fill_ids, index(asked.req_pool_idx), index(asked.cache_protected_len)
+        place, kept, priority = index(asked.req_pool_idx), index(asked.cache_protected_len), _priority_of(req)
+        tokens = req.fill_ids
         row = self.req_to_token_pool.req_to_token[place, : len(tokens)]
         key = self._key(tokens, req).page_aligned(self.page_size)
         if not self.disable:
@@ -335,7 +336,7 @@ class PrefixCache:
         old = self._held(req)
         lock = self.insert_row(key, row, req)
         start, end = old.node.end, lock.node.end
-        self.tree.prioritise(lock, _priority_of(req), start)
+        self.tree.prioritise(lock, priority, start)
         slots = self.device_slots(lock.node, start)
         first = start * self.page_size
         self.req_to_token_pool.write((place, slice(first, end * self.page_size)), slots.to(row.dtype))

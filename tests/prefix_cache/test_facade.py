@@ -24,6 +24,7 @@ from hiradix.prefix_cache import (
 )
 from hiradix.prefix_cache.slots import MANY_SLOTS, PageSlots, RowCopies, pages_of, slots_of
 from tests.prefix_cache.bench_engine import PATIENCE_S, Bench, Request, closed_after, prompt
+from tests.prefix_cache.swa_bench import SwaBench
 
 Make = Callable[..., Bench]
 
@@ -472,3 +473,25 @@ def test_an_attach_under_another_name_is_refused_by_name(make: Make, tmp_path: o
     assert not ok and message.startswith("served_model_name: 'another'") and not bench.cache.enable_storage
     ok, message = bench.cache.attach_storage_backend("file", extra, served_model_name=own)
     assert ok and bench.cache.enable_storage, message
+
+
+@pytest.mark.parametrize("is_windowed", [False, True], ids=["full", "windows"])
+def test_what_is_no_priority_changes_nothing(is_windowed: bool) -> None:
+    """Found: what had been inserted by then stayed locked, and was the caller's and the tree's."""
+    bench = SwaBench(64, 64, 4, 8) if is_windowed else Bench(HiCacheConfig(page_size=4), 64, disable=False)
+    slots = bench.allocator.alloc(8)
+    with pytest.raises(TypeError):
+        bench.cache.insert(InsertParams(RadixKey(prompt(8, 50)), slots, priority=1.5))  # type: ignore[arg-type]
+    bench.allocator.free(slots)
+    request = bench.start(prompt(20))
+    bench.decode(request, 5)
+    request.priority = 1.5
+    before = bench.cache.total_size(), bench.cache.protected_size()
+    with pytest.raises(TypeError):
+        bench.cache.cache_unfinished_req(request)
+    assert (bench.cache.total_size(), bench.cache.protected_size()) == before
+    request.priority = None
+    bench.finish(request)
+    assert bench.cache.protected_size() == 0
+    bench.check()
+    bench.close()
