@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from hiradix.cache import HierarchicalCache, HostTier
-from hiradix.errors import Misuse
+from hiradix.errors import Misuse, NoTier
 from hiradix.policy.eviction import make_order
 from hiradix.policy.uses import Finished
 from hiradix.prefix_cache.attached import AttachedStorage, StorageFactory
@@ -423,7 +423,7 @@ class PrefixCache:
         """What moves pages between the tiers."""
         controller = self.cache.controller
         if controller is None:
-            raise Misuse(f"{type(self).__name__} has no host tier, and so no controller")
+            raise NoTier(f"{type(self).__name__} has no host tier, and so no controller")
         return controller
 
     @property
@@ -582,7 +582,7 @@ class PrefixCache:
     def attached(self) -> AttachedStorage:
         """The storage below the host tier: opened, attached and detached step by step."""
         if self._attached is None:
-            raise Misuse(f"{type(self).__name__} has no tiers below the device, and so no storage")
+            raise NoTier(f"{type(self).__name__} has no tiers below the device, and so no storage")
         return self._attached
 
     @property
