@@ -301,11 +301,11 @@ class PrefixCache:
             return EvictResult()
         if beside is None:
             return EvictResult(self.cache.evict(num_pages) * self.page_size if num_pages > 0 else 0)
-        dropped = self.cache.supply.num_dropped
+        dropped, num_beside = self.cache.supply.num_dropped, beside.num_asked(params)
         full, other = dropped[BACKBONE], dropped[BESIDE]
         if num_pages > 0:
             self.cache.evict(num_pages)
-        more = beside.num_asked(params) - (dropped[BESIDE] - other)
+        more = num_beside - (dropped[BESIDE] - other)
         if more > 0:
             self.cache.evict(more, BESIDE)
         return beside.evicted((dropped[BACKBONE] - full) * self.page_size, dropped[BESIDE] - other)

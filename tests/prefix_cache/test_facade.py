@@ -464,6 +464,12 @@ def test_what_is_no_count_changes_nothing(make: Make, num_tokens: object) -> Non
     with pytest.raises(TypeError):
         bench.cache.evict(EvictParams(num_tokens))  # type: ignore[arg-type]
     bench.check()
+    windows = SwaBench(64, 64, 4, 8)
+    windows.finish(windows.start(prompt(20)))
+    with pytest.raises(TypeError):
+        windows.cache.evict(EvictParams(20, num_tokens))  # type: ignore[arg-type]
+    assert windows.cache.total_size() == (20, 20)
+    windows.close()
 
 
 def test_an_attach_under_another_name_is_refused_by_name(make: Make, tmp_path: object) -> None:
