@@ -348,9 +348,12 @@ class PrefixCache:
         """Take over (or free) the slots of a request that ended, and drop its lock.
 
         Slots beyond the committed length are the caller's to free, from the next whole page on. BadNamespace,
-        with nothing changed, for a request in no namespace: end it with `is_insert` False.
+        with nothing changed, for a request in no namespace: end it with `is_insert` False. Misuse, likewise,
+        for one that holds no lock.
         """
         asked: Any = req
+        if not self.disable:
+            self._held(req)  # its pages may be others' if it has ended before
         if is_insert:
             self._refuse_unnamed(req)
         place, kept, priority = index(asked.req_pool_idx), index(asked.cache_protected_len), _priority_of(req)
