@@ -17,7 +17,7 @@ import torch
 from hiradix.cache import HierarchicalCache, HostTier
 from hiradix.errors import Misuse, NoTier
 from hiradix.policy.eviction import make_order
-from hiradix.policy.uses import Finished
+from hiradix.policy.uses import Finished, known_hint
 from hiradix.prefix_cache.attached import AttachedStorage, StorageFactory
 from hiradix.prefix_cache.kinds import AttentionKind, full_pages, tokens_str
 from hiradix.prefix_cache.receipts import LockReceipt, LocksByNode
@@ -357,6 +357,7 @@ class PrefixCache:
         if is_insert:
             self._refuse_unnamed(req)
         place, kept, priority = index(asked.req_pool_idx), index(asked.cache_protected_len), _priority_of(req)
+        ended = _ended(req)
         num_tokens = index(asked.pop_committed_kv_cache())
         row = self.req_to_token_pool.req_to_token[place, :num_tokens]
         if is_insert and not self.disable and not self.disable_finished_insert:
@@ -365,12 +366,12 @@ class PrefixCache:
                 tokens = np.concatenate([as_tokens(req.origin_input_ids), as_tokens(req.output_ids)])
                 key = self._key(tokens[:num_tokens], req).page_aligned(self.page_size)
                 if len(key) > kept:
-                    lock = self.insert_row(key, row, req, _ended(req))
+                    lock = self.insert_row(key, row, req, ended)
                     self.tree.prioritise(lock, priority, kept // self.page_size)
                     kept = lock.node.end * self.page_size
                     self.tree.unlock(lock)
                 else:
-                    self.cache.finished(key, self._held(req).node, _ended(req))
+                    self.cache.finished(key, self._held(req).node, ended)
         self.forget_request(req)
         tail = pages_of(row[kept:], self.page_size) if kept < num_tokens else None
         if tail is not None:
@@ -379,7 +380,11 @@ class PrefixCache:
             self._let_go(req)
 
     def hint(self, key: RadixKey, hint: str) -> int:
-        """`end_of_session` or `keep_alive` of a conversation; its cached tokens (0: nothing learns)."""
+        """`end_of_session` or `keep_alive` of a conversation; its cached tokens (0: nothing learns).
+
+        ValueError for other hints.
+        """
+        known_hint(hint)
         learner = self.cache.learner
         if self.disable or learner is None:
             return 0

@@ -501,3 +501,22 @@ def test_what_is_no_priority_changes_nothing(is_windowed: bool) -> None:
     assert bench.cache.protected_size() == 0
     bench.check()
     bench.close()
+
+
+@pytest.mark.parametrize("policy", ["lru", "ghd"])
+def test_a_hint_that_is_none_changes_nothing(policy: str) -> None:
+    """Found: where a policy learns, what had been inserted by then stayed locked."""
+    bench = Bench(HiCacheConfig(page_size=4, radix_eviction_policy=policy), 64, disable=False)
+    request = bench.start(prompt(20), session_hint="stay")
+    for _ in range(4):
+        bench.decode(request, 5)
+    with pytest.raises(ValueError, match="hint: 'stay' is not one of end_of_session"):
+        bench.cache.cache_finished_req(request)
+    with pytest.raises(ValueError, match="hint: 'stay' is not one of end_of_session"):
+        bench.cache.hint(RadixKey(prompt(20)), "stay")
+    assert bench.cache.total_size() == 20
+    request.session_hint = "end_of_session"
+    bench.finish(request)
+    assert bench.cache.total_size() == 24 and bench.cache.protected_size() == 0
+    bench.check()
+    bench.close()
