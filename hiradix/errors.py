@@ -46,6 +46,10 @@ class Misuse(AssertionError):
     """
 
 
+class NoTier(Misuse, AttributeError):
+    """An attribute of tiers that this cache has not: `hasattr` answers False, as engines ask."""
+
+
 def described(error: BaseException) -> str:
     """An error in one short line; survives exceptions that cannot print themselves."""
     try:

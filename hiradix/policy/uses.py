@@ -20,16 +20,23 @@ MIN_GHOSTS = 1 << 16  # blocks
 GHOSTS_PER_BLOCK = 4
 
 
+def known_hint(hint: str) -> str:
+    """`hint` itself; ValueError where it is none of `HINTS`."""
+    if hint not in HINTS:
+        raise ValueError(f"hint: {hint!r} is not one of {', '.join(HINTS)}")
+    return hint
+
+
 @mypyc_attr(acyclic=True)
 class Finished:
-    """What is known of a request when it ends. hint: one of `HINTS`, or None."""
+    """What is known of a request when it ends. hint: one of `HINTS`, or None; ValueError for others."""
 
     __slots__ = ("prompt_tokens", "output_tokens", "hint")
 
     def __init__(self, prompt_tokens: int, output_tokens: int, hint: str | None = None):
         self.prompt_tokens = prompt_tokens
         self.output_tokens = output_tokens
-        self.hint = hint
+        self.hint = None if hint is None else known_hint(hint)
 
 
 @mypyc_attr(acyclic=True)

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from hiradix.cache import HierarchicalCache, HostTier
-from hiradix.errors import Misuse
+from hiradix.errors import Misuse, NoTier
 from hiradix.policy.eviction import make_order
-from hiradix.policy.uses import Finished
+from hiradix.policy.uses import Finished, known_hint
 from hiradix.prefix_cache.attached import AttachedStorage, StorageFactory
 from hiradix.prefix_cache.kinds import AttentionKind, full_pages, tokens_str
 from hiradix.prefix_cache.receipts import LockReceipt, LocksByNode
@@ -71,7 +71,8 @@ class PrefixCache:
         self.page_size = index(init.page_size)
         self.is_eagle = params.is_eagle
         self.disable_finished_insert = params.disable_finished_insert
-        self.sliding_window_size = params.sliding_window_size
+        window = init.sliding_window_size
+        self.sliding_window_size: int | None = None if window is None else index(window)
         self.req_to_token_pool = params.req_to_token_pool
         self.token_to_kv_pool_allocator: Any = params.token_to_kv_pool_allocator
         self.device = params.token_to_kv_pool_allocator.device
@@ -233,7 +234,7 @@ class PrefixCache:
     def _insert_with(self, beside: AttentionKind, key: RadixKey, params: InsertParams) -> InsertResult:
         """`insert` of full pages with what is beside them."""
         given: Any = params
-        start = index(given.prev_prefix_len) // self.page_size
+        start, priority = index(given.prev_prefix_len) // self.page_size, _priority_of(params)
         pages = pages_of(params.value, self.page_size, start * self.page_size, len(key))
         self.tree.match(key)  # splits the node it ends in
         there = self.tree.find(key)
@@ -245,7 +246,7 @@ class PrefixCache:
         record = None if given.mamba_value is None else index(given.mamba_value)
         ended = None if given.chunked else Finished(len(key), 0)
         lock = self.insert_pages(key, pages, None, ended, record)
-        self.tree.prioritise(lock, _priority_of(params))
+        self.tree.prioritise(lock, priority)
         self.tree.unlock(lock)
         return InsertResult(known * self.page_size)
 
@@ -300,11 +301,11 @@ class PrefixCache:
             return EvictResult()
         if beside is None:
             return EvictResult(self.cache.evict(num_pages) * self.page_size if num_pages > 0 else 0)
-        dropped = self.cache.supply.num_dropped
+        dropped, num_beside = self.cache.supply.num_dropped, beside.num_asked(params)
         full, other = dropped[BACKBONE], dropped[BESIDE]
         if num_pages > 0:
             self.cache.evict(num_pages)
-        more = beside.num_asked(params) - (dropped[BESIDE] - other)
+        more = num_beside - (dropped[BESIDE] - other)
         if more > 0:
             self.cache.evict(more, BESIDE)
         return beside.evicted((dropped[BACKBONE] - full) * self.page_size, dropped[BESIDE] - other)
@@ -323,7 +324,8 @@ class PrefixCache:
         and `cache_protected_len`. Costs the new tokens, not the prefix; a list of `fill_ids` is read whole.
         """
         asked: Any = req  # its counts may be numpy's, which the compiled form does not take
-        tokens, place, kept = req.fill_ids, index(asked.req_pool_idx), index(asked.cache_protected_len)
+        place, kept, priority = index(asked.req_pool_idx), index(asked.cache_protected_len), _priority_of(req)
+        tokens = req.fill_ids
         row = self.req_to_token_pool.req_to_token[place, : len(tokens)]
         key = self._key(tokens, req).page_aligned(self.page_size)
         if not self.disable:
@@ -334,7 +336,7 @@ class PrefixCache:
         old = self._held(req)
         lock = self.insert_row(key, row, req)
         start, end = old.node.end, lock.node.end
-        self.tree.prioritise(lock, _priority_of(req), start)
+        self.tree.prioritise(lock, priority, start)
         slots = self.device_slots(lock.node, start)
         first = start * self.page_size
         self.req_to_token_pool.write((place, slice(first, end * self.page_size)), slots.to(row.dtype))
@@ -346,12 +348,16 @@ class PrefixCache:
         """Take over (or free) the slots of a request that ended, and drop its lock.
 
         Slots beyond the committed length are the caller's to free, from the next whole page on. BadNamespace,
-        with nothing changed, for a request in no namespace: end it with `is_insert` False.
+        with nothing changed, for a request in no namespace: end it with `is_insert` False. Misuse, likewise,
+        for one that holds no lock.
         """
         asked: Any = req
+        if not self.disable:
+            self._held(req)  # its pages may be others' if it has ended before
         if is_insert:
             self._refuse_unnamed(req)
         place, kept, priority = index(asked.req_pool_idx), index(asked.cache_protected_len), _priority_of(req)
+        ended = _ended(req)
         num_tokens = index(asked.pop_committed_kv_cache())
         row = self.req_to_token_pool.req_to_token[place, :num_tokens]
         if is_insert and not self.disable and not self.disable_finished_insert:
@@ -360,12 +366,12 @@ class PrefixCache:
                 tokens = np.concatenate([as_tokens(req.origin_input_ids), as_tokens(req.output_ids)])
                 key = self._key(tokens[:num_tokens], req).page_aligned(self.page_size)
                 if len(key) > kept:
-                    lock = self.insert_row(key, row, req, _ended(req))
+                    lock = self.insert_row(key, row, req, ended)
                     self.tree.prioritise(lock, priority, kept // self.page_size)
                     kept = lock.node.end * self.page_size
                     self.tree.unlock(lock)
                 else:
-                    self.cache.finished(key, self._held(req).node, _ended(req))
+                    self.cache.finished(key, self._held(req).node, ended)
         self.forget_request(req)
         tail = pages_of(row[kept:], self.page_size) if kept < num_tokens else None
         if tail is not None:
@@ -374,7 +380,11 @@ class PrefixCache:
             self._let_go(req)
 
     def hint(self, key: RadixKey, hint: str) -> int:
-        """`end_of_session` or `keep_alive` of a conversation; its cached tokens (0: nothing learns)."""
+        """`end_of_session` or `keep_alive` of a conversation; its cached tokens (0: nothing learns).
+
+        ValueError for other hints.
+        """
+        known_hint(hint)
         learner = self.cache.learner
         if self.disable or learner is None:
             return 0
@@ -421,7 +431,7 @@ class PrefixCache:
         """What moves pages between the tiers."""
         controller = self.cache.controller
         if controller is None:
-            raise Misuse(f"{type(self).__name__} has no host tier, and so no controller")
+            raise NoTier(f"{type(self).__name__} has no host tier, and so no controller")
         return controller
 
     @property
@@ -580,7 +590,7 @@ class PrefixCache:
     def attached(self) -> AttachedStorage:
         """The storage below the host tier: opened, attached and detached step by step."""
         if self._attached is None:
-            raise Misuse(f"{type(self).__name__} has no tiers below the device, and so no storage")
+            raise NoTier(f"{type(self).__name__} has no tiers below the device, and so no storage")
         return self._attached
 
     @property

@@ -34,10 +34,10 @@ _HYBRID_SURFACE = ("full_to_swa_index_mapping", "full_attn_allocator", "swa_attn
 
 def full_pages(params: CacheInitParams) -> SlotPages:
     """The pages of full attention, where the allocator has slots of nothing else."""
-    allocator = params.token_to_kv_pool_allocator
+    allocator, page_size = params.token_to_kv_pool_allocator, index(params.page_size)
     size = getattr(allocator, "size", None)
     num_slots = int(allocator.available_size() if size is None else size)
-    return SlotPages(allocator, params.page_size, -(-num_slots // params.page_size))
+    return SlotPages(allocator, page_size, -(-num_slots // page_size))
 
 
 class AttentionKind:
@@ -91,9 +91,10 @@ class SlidingWindows(AttentionKind):
     pages: WindowPages
 
     def __init__(self, params: CacheInitParams):
-        window, size = params.sliding_window_size, params.page_size
-        if not window or window < 1:
-            raise ConfigError(f"sliding_window_size: {window}, needed by SWARadixCache")
+        given, size = params.sliding_window_size, index(params.page_size)
+        if not given or given < 1:
+            raise ConfigError(f"sliding_window_size: {given}, needed by SWARadixCache")
+        window = index(given)
         allocator = params.token_to_kv_pool_allocator
         if lacking := [name for name in _HYBRID_SURFACE if not hasattr(allocator, name)]:
             raise ConfigError(f"token_to_kv_pool_allocator: a hybrid one is needed, this has no {lacking}")

@@ -203,6 +203,16 @@ def test_whose_cache_it_is_must_be_text(field: str, value: object) -> None:
         Scope(**{field: value})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "field, value", [("priority", 1.5), ("priority", "high"), ("priority", 2**31), ("hint", "stay")]
+)
+def test_what_its_pages_matter_is_checked_before_it_is_queued(field: str, value: object) -> None:
+    """Found: the engine's thread ended by the TypeError or ValueError, and with it all requests."""
+    with pytest.raises(RequestError, match=f"^{field}="):
+        Scope(**{field: value})  # type: ignore[arg-type]
+    assert Scope(priority=-3, hint="keep_alive").priority == -3
+
+
 def test_no_client_names_what_adapters_of_other_engines_have_in_the_same_store() -> None:
     with pytest.raises(RequestError, match="^extra_key="):
         Scope(extra_key=f"{ADAPTER}sql@{'0' * 32}")

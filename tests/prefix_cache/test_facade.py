@@ -12,9 +12,19 @@ import torch
 
 from hiradix.config import HiCacheConfig, parse_extra_config
 from hiradix.errors import StorageError
-from hiradix.prefix_cache import EvictParams, InsertParams, MatchPrefixParams, RadixKey
+from hiradix.memory import HybridSlotAllocator, ReqToTokenPool, SlotAllocator
+from hiradix.prefix_cache import (
+    CacheInitParams,
+    EvictParams,
+    InsertParams,
+    MatchPrefixParams,
+    RadixCache,
+    RadixKey,
+    SWARadixCache,
+)
 from hiradix.prefix_cache.slots import MANY_SLOTS, PageSlots, RowCopies, pages_of, slots_of
 from tests.prefix_cache.bench_engine import PATIENCE_S, Bench, Request, closed_after, prompt
+from tests.prefix_cache.swa_bench import SwaBench
 
 Make = Callable[..., Bench]
 
@@ -431,6 +441,22 @@ def test_counts_may_be_numpys(make: Make, kind: type) -> None:
     bench.check()
 
 
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint16])
+def test_sizes_may_be_numpys(kind: type) -> None:
+    """Found: the compiled form raised TypeError for each of the classes."""
+    page_size, rows = kind(4), ReqToTokenPool(8, 64)
+    plain, hybrid = SlotAllocator(64, 4), HybridSlotAllocator(64, 32, page_size=4)
+    for cache in (
+        RadixCache(CacheInitParams(False, rows, plain, page_size)),
+        SWARadixCache(CacheInitParams(False, rows, hybrid, page_size, sliding_window_size=kind(8))),
+    ):
+        slots = cache.token_to_kv_pool_allocator.alloc(16)
+        cache.insert(InsertParams(RadixKey(prompt(16)), slots))
+        assert cache.evictable_size() == 16 and type(cache.page_size) is int
+        assert cache.sliding_window_size in (None, 8)
+        cache.check()
+
+
 @pytest.mark.parametrize("num_tokens", [8.0, "8", None])
 def test_what_is_no_count_changes_nothing(make: Make, num_tokens: object) -> None:
     bench = make(64)
@@ -438,6 +464,12 @@ def test_what_is_no_count_changes_nothing(make: Make, num_tokens: object) -> Non
     with pytest.raises(TypeError):
         bench.cache.evict(EvictParams(num_tokens))  # type: ignore[arg-type]
     bench.check()
+    windows = SwaBench(64, 64, 4, 8)
+    windows.finish(windows.start(prompt(20)))
+    with pytest.raises(TypeError):
+        windows.cache.evict(EvictParams(20, num_tokens))  # type: ignore[arg-type]
+    assert windows.cache.total_size() == (20, 20)
+    windows.close()
 
 
 def test_an_attach_under_another_name_is_refused_by_name(make: Make, tmp_path: object) -> None:
@@ -447,3 +479,44 @@ def test_an_attach_under_another_name_is_refused_by_name(make: Make, tmp_path: o
     assert not ok and message.startswith("served_model_name: 'another'") and not bench.cache.enable_storage
     ok, message = bench.cache.attach_storage_backend("file", extra, served_model_name=own)
     assert ok and bench.cache.enable_storage, message
+
+
+@pytest.mark.parametrize("is_windowed", [False, True], ids=["full", "windows"])
+def test_what_is_no_priority_changes_nothing(is_windowed: bool) -> None:
+    """Found: what had been inserted by then stayed locked, and was the caller's and the tree's."""
+    bench = SwaBench(64, 64, 4, 8) if is_windowed else Bench(HiCacheConfig(page_size=4), 64, disable=False)
+    slots = bench.allocator.alloc(8)
+    with pytest.raises(TypeError):
+        bench.cache.insert(InsertParams(RadixKey(prompt(8, 50)), slots, priority=1.5))  # type: ignore[arg-type]
+    bench.allocator.free(slots)
+    request = bench.start(prompt(20))
+    bench.decode(request, 5)
+    request.priority = 1.5
+    before = bench.cache.total_size(), bench.cache.protected_size()
+    with pytest.raises(TypeError):
+        bench.cache.cache_unfinished_req(request)
+    assert (bench.cache.total_size(), bench.cache.protected_size()) == before
+    request.priority = None
+    bench.finish(request)
+    assert bench.cache.protected_size() == 0
+    bench.check()
+    bench.close()
+
+
+@pytest.mark.parametrize("policy", ["lru", "ghd"])
+def test_a_hint_that_is_none_changes_nothing(policy: str) -> None:
+    """Found: where a policy learns, what had been inserted by then stayed locked."""
+    bench = Bench(HiCacheConfig(page_size=4, radix_eviction_policy=policy), 64, disable=False)
+    request = bench.start(prompt(20), session_hint="stay")
+    for _ in range(4):
+        bench.decode(request, 5)
+    with pytest.raises(ValueError, match="hint: 'stay' is not one of end_of_session"):
+        bench.cache.cache_finished_req(request)
+    with pytest.raises(ValueError, match="hint: 'stay' is not one of end_of_session"):
+        bench.cache.hint(RadixKey(prompt(20)), "stay")
+    assert bench.cache.total_size() == 20
+    request.session_hint = "end_of_session"
+    bench.finish(request)
+    assert bench.cache.total_size() == 24 and bench.cache.protected_size() == 0
+    bench.check()
+    bench.close()

@@ -105,6 +105,7 @@ def test_an_engine_asks_every_cache_the_same(cache: PrefixCache) -> None:
     for part in ("attached", "controller"):
         with pytest.raises(Misuse, match=f"^{name} has no "):
             getattr(cache, part)
+        assert not hasattr(cache, part) and getattr(cache, part, None) is None, "engines ask so"
     refused = (False, "Hierarchical cache is not enabled.")
     assert cache.attach_storage_backend("file") == refused == cache.detach_storage_backend()
 

@@ -164,6 +164,26 @@ def test_a_request_without_a_lock_is_refused(bench: Bench) -> None:
     assert cache.total_size() in (64, (64, 64)) and cache.dec_lock_ref(held) == 64
 
 
+@pytest.mark.parametrize("keeps", [True, False], ids=["receipt", "node"])
+def test_a_request_that_ends_twice_frees_nothing_of_others(bench: Bench, keeps: bool) -> None:
+    """Found: it was refused for its lock, but after its pages, which were others' by then, had been freed."""
+    req = bench.start(prompt(70))
+    assert req is not None
+    if not keeps:
+        node = req.last_node
+        bench.cache.dec_lock_ref(req.swa_uuid_for_lock)
+        bench.cache.inc_lock_ref(node)
+        req.swa_uuid_for_lock = None
+    bench.cache.cache_finished_req(req, is_insert=False)
+    taken = bench.allocator.alloc(bench.allocator.available_size())
+    with pytest.raises(Misuse):
+        bench.cache.cache_finished_req(req, is_insert=False)
+    assert bench.allocator.available_size() == 0
+    bench.allocator.free(taken)
+    bench.running.remove(req)
+    bench.check()
+
+
 CHOICES = st.integers(0, 60)
 
 

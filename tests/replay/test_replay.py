@@ -113,6 +113,7 @@ def test_a_compressed_trace_has_the_name_of_its_contents(suffix: str, pack, tmp_
         (RECORDED + lines({**RECORD, "prompt_tokens": 127}), ":4: .*2 blocks"),
         (RECORDED + lines({**RECORD, "block_tokens": 32}), ":4: .*32"),
         (RECORDED + lines({**RECORD, "blocks": [1, {}]}), ":4: .*blocks is no list of texts"),
+        (RECORDED + lines({**RECORD, "hint": "stay"}), ":4: .*hint: 'stay' is not one of end_of_session"),
         (RECORDED + lines({**RECORD, "blocks": "ab"}), ":4: .*blocks is no list of texts"),
         (lines({**RECORD, "block_tokens": True}), "block_tokens must be a whole number >= 1, got True"),
         (lines({**RECORD, "block_tokens": None}), "block_tokens must be .* got None"),

@@ -129,6 +129,12 @@ def test_a_bad_session_is_an_error_that_names_line_and_field(one: dict, said: st
         read(tmp_path, session("good", request(0, 1)), one)
 
 
+def test_two_sessions_of_one_id_are_refused(tmp_path: Path) -> None:
+    """Found: their own ids were taken for the same blocks; at once, one of them was a bug of the policy's."""
+    with pytest.raises(ConfigError, match=r"agents.jsonl:3: .*id is a, as that of a session before"):
+        read(tmp_path, session("a", request(0, 1)), session("b", request(0, 1)), session("a", request(0, 2)))
+
+
 def many(count: int) -> list[dict]:
     return [
         session(f"s{i}", *(request(10.0 * k, *range(100 * i, 100 * i + 16 + 8 * k)) for k in range(3)))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from operator import index
+from typing import Any, SupportsIndex
 
 from hiradix.config import HiCacheConfig
 from hiradix.errors import CacheError, ConfigError
+from hiradix.policy.uses import HINTS
 from hiradix.settings import MAX_COUNT, REQUIRED, Type, fields_of, setting
 from hiradix.tree.key import ADAPTER
 
@@ -83,7 +85,8 @@ class Scope:
     """Whose cache a request may share (namespace: adapter and tenant) and how much its pages matter.
 
     hint: what the client knows of its conversation, `end_of_session` or `keep_alive`. RequestError names a
-    field that is no text, or that is kept for adapters of other engines, which may share a store.
+    field that is none of what it may be, or that is kept for adapters of other engines, which may share a
+    store.
     """
 
     extra_key: str | None = None
@@ -97,6 +100,9 @@ class Scope:
             _require(value is None or _is_text(value), name, value, "a text without half characters")
         is_adapter = self.extra_key is not None and self.extra_key.startswith(ADAPTER)
         _require(not is_adapter, "extra_key", self.extra_key, "none of an adapter's")
+        is_number = isinstance(self.priority, SupportsIndex) and -(2**31) <= index(self.priority) < 2**31
+        _require(is_number, "priority", self.priority, "a 32-bit integer")
+        _require(self.hint in (None, *HINTS), "hint", self.hint, f"one of {', '.join(HINTS)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from hiradix.apps.replay.records import Record, count_of, field_of, ids_of, open
 from hiradix.apps.replay.sessions import EVERY_SESSION, Fleet, is_sessions, merged, read_sessions
 from hiradix.apps.replay.trace import Namer, Trace, TraceRequest
 from hiradix.errors import ConfigError
+from hiradix.policy.uses import known_hint
 
 GATHERED, PLAIN_BLOCK, SESSION_BLOCK = 64, 64, 64
 
@@ -132,7 +133,7 @@ def _recorded(size: int) -> Callable[[Record], TraceRequest]:
             tokens,
             count_of(record, "output_tokens"),
             blocks,
-            None if hint is None else str(hint),
+            None if hint is None else known_hint(hint),
         )
 
     return read

@@ -81,19 +81,24 @@ def is_sessions(record: Record) -> bool:
 
 
 def read_sessions(file: Records) -> SessionFile:
-    """ConfigError names the file, the line and the field that is wrong."""
-    return SessionFile(file.name, file.source, tuple(file.read(_session)))
+    """ConfigError names the file, the line and the field that is wrong, and an id that two sessions have."""
+    known: set[str] = set()
+    return SessionFile(file.name, file.source, tuple(file.read(lambda record: _session(record, known))))
 
 
-def _session(record: Record) -> AgentSession:
+def _session(record: Record, known: set[str]) -> AgentSession:
+    """known: ids of the sessions before it; its own comes to them."""
     size = count_of(record, "block_size")
     if size < 1 or BLOCK % size:
         raise ValueError(f"block_size is {size}, no divisor of {BLOCK}")
     scope = record.get("hash_id_scope", "local")
     if scope not in ("local", "global"):
         raise ValueError(f"hash_id_scope is {scope!r}, neither local nor global")
-    requests = _requests(record, "requests", may_nest=True)
-    return AgentSession(str(record["id"]), size, _head(record), tuple(requests), scope == "local")
+    name, requests = str(record["id"]), _requests(record, "requests", may_nest=True)
+    if name in known:
+        raise ValueError(f"id is {name:.64}, as that of a session before")
+    known.add(name)
+    return AgentSession(name, size, _head(record), tuple(requests), scope == "local")
 
 
 def _head(record: Record) -> int:
