@@ -12,7 +12,6 @@ import torch
 
 from hiradix.errors import Misuse
 from hiradix.memory import DevicePool, HostPool, KVShape, PageAllocator, TorchTransport
-from hiradix.storage import Batch
 from hiradix.transfer import (
     FailReason,
     HiCacheController,
