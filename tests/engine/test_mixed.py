@@ -114,7 +114,7 @@ def test_a_corrupted_page_from_storage_is_seen(
     engine = mix.make(cache=replace(config, hicache_storage_backend_extra_config=extra))
     serve(engine, asked, GREEDY)
     settle(engine)
-    part = engine.cache.attached.storage.parts[component]  # type: ignore[attr-defined]
+    part = engine.cache.attached.storage.guards[component]  # type: ignore[attr-defined]
     for path in (tmp_path / "file" / part.backend.inner._folder.namespace).rglob("*.page"):
         data = bytearray(path.read_bytes())
         junk = torch.empty((len(data) - SEAL_BYTES) // 4)

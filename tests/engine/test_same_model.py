@@ -498,7 +498,7 @@ CONFIG: dict[str, Row | Measured] = {
     "size of the sliding window": Row("other", config("mistral-window", sliding_window=32), WINDOW),
     "a sliding window or none": Row("other", config("mistral-window", sliding_window=None), WINDOW),
     "attention scale": Row("other", config("gemma3", query_pre_attn_scalar=64), Deployment("gemma3")),
-    "logit softcap of 30": Row("other", Deployment(patch=attention_by_hand(cap=30.0))),
+    "logit softcap of 20": Row("other", Deployment(patch=attention_by_hand(cap=20.0))),
     "logit softcap of 5": Row("other", Deployment(patch=attention_by_hand(cap=5.0))),
     "modelling code, under the same config (trust_remote_code)": Row(
         "other", Deployment(patch=with_other_code)
