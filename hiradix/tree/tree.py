@@ -121,14 +121,7 @@ class RadixTree:
 
     def match(self, key: RadixKey) -> Match:
         """Deepest usable boundaries of `key`'s whole pages. Splits the node it ends in, no more."""
-        node = self._walk(self.root, key)
-        if not self._is_plain:
-            return self.boundaries(node)
-        device_node = node
-        while device_node.device.pages is None:
-            assert device_node.parent is not None
-            device_node = device_node.parent
-        return Match(device_node, node)
+        return self.boundaries(self._walk(self.root, key))
 
     # -- nodes and paths --------------------------------------------------------------------
 
@@ -181,7 +174,15 @@ class RadixTree:
         return at.start
 
     def boundaries(self, deepest: Node) -> Match:
-        """The deepest boundaries at or above `deepest` that are usable. O(path)."""
+        """The deepest boundaries at or above `deepest` that are usable; the root, of what has left the tree.
+
+        O(path); with full attention alone O(what is not on the device)."""
+        if self._is_plain:
+            at = node = self.current(deepest) or self.root
+            while at.device.pages is None:
+                assert at.parent is not None
+                at = at.parent
+            return Match(at, node)
         device_node = loadable_node = self.root
         reaches = [component.reach for component in self.components]
         device_run = [UNBOUNDED] * len(reaches)  # unbroken pages behind the cursor, per component
