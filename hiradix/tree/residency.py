@@ -194,7 +194,10 @@ class Residencies:
                 self.watch.stored(node, tier)
         if entry.lock_ref == 0:
             return True
-        if node.residency(component, 1 - tier).pages is not None:
+        if component == BACKBONE:
+            if (node.device if tier else node.host).pages is not None:
+                self.pins.unpin(node, 1 - tier)  # the hold: what is locked has its own copy now
+        elif node.residency(component, 1 - tier).pages is not None:
             self.pins.release(node, component, 1 - tier)
         elif held(node, component, tier):
             self.pins.hold(node, component, tier)
@@ -265,10 +268,11 @@ class Residencies:
         if component != BACKBONE:
             self._drop_entry(node.residency(component, tier), component, tier, out)
             return
-        for c in range(1, len(self.components)):
-            entry = node.residency(c, tier)
-            if entry.pages is not None:
-                self._drop_entry(entry, c, tier, out)
+        if node.others:
+            for c in range(1, len(self.components)):
+                entry = node.residency(c, tier)
+                if entry.pages is not None:
+                    self._drop_entry(entry, c, tier, out)
         self._drop_entry(node.host if tier else node.device, BACKBONE, tier, out)
         if tier == DEVICE:
             self._device_child_left(node)
