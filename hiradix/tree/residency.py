@@ -194,10 +194,8 @@ class Residencies:
                 self.watch.stored(node, tier)
         if entry.lock_ref == 0:
             return True
-        if component == BACKBONE:
-            if (node.device if tier else node.host).pages is not None:
-                self.pins.unpin(node, 1 - tier)  # the hold: what is locked has its own copy now
-        elif node.residency(component, 1 - tier).pages is not None:
+        twin = node.residency(component, 1 - tier) if component else node.device if tier else node.host
+        if twin.pages is not None:
             self.pins.release(node, component, 1 - tier)
         elif held(node, component, tier):
             self.pins.hold(node, component, tier)

@@ -121,7 +121,10 @@ class RadixTree:
 
     def match(self, key: RadixKey) -> Match:
         """Deepest usable boundaries of `key`'s whole pages. Splits the node it ends in, no more."""
-        return self.boundaries(self._walk(self.root, key))
+        node = self._walk(self.root, key)
+        if self._is_plain and node.device.pages is not None:
+            return Match(node, node)
+        return self.boundaries(node)
 
     # -- nodes and paths --------------------------------------------------------------------
 
