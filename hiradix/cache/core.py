@@ -163,7 +163,7 @@ class HierarchicalCache:
 
     def match_again(self, node: Node) -> Match:
         """As `match`, of the path to `node`, which one gave earlier: what was evicted since is left out."""
-        match = self.tree.boundaries(self.tree.current(node) or self.tree.root)
+        match = self.tree.boundaries(node)
         return match if self._load_back is None else self._load_back.usable(match)
 
     def load_back(self, match: Match, quota_pages: int | None = None) -> int | None:

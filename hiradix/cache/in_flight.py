@@ -37,30 +37,26 @@ class InFlightJob:
 
     owns: host pages that are this job's alone (a destination) until its result is applied.
     reads: host pages of the tree that the job reads; a lock protects them, except after a reset.
-    Both by component. ticket: once it is in the table.
+    Both by component. num_pages: of both, those of a result that is whole. ticket: once it is in the table.
     """
 
-    __slots__ = ("kind", "orphaned", "owns", "reads", "ticket")
+    __slots__ = ("kind", "num_pages", "orphaned", "owns", "reads", "ticket")
 
     def __init__(self, kind: JobKind, owns: PagesOf = NOTHING, reads: PagesOf = NOTHING):
         self.kind = kind
         self.owns = owns
         self.reads = reads
+        count = 0
+        for pages in owns.values():
+            count += len(pages)
+        for pages in reads.values():
+            count += len(pages)
+        self.num_pages = count
         self.ticket = NO_TICKET
         self.orphaned = False
 
     def book(self, result: Result) -> None:
         """Take the outcome into the tree and the counters: the one step that follows. Here none does."""
-
-    @property
-    def num_pages(self) -> int:
-        """Host pages it uses; as long as it is no orphan, those of a result that is whole."""
-        count = 0
-        for pages in self.owns.values():
-            count += len(pages)
-        for pages in self.reads.values():
-            count += len(pages)
-        return count
 
 
 class InFlightJobs:

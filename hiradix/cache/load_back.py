@@ -154,8 +154,9 @@ class LoadBack:
     def _alloc(self, num_pages: Mapping[int, int]) -> PagesOf | None:
         """Device pages of each component, all or none."""
         supply = self._supply
-        if any(count > supply.device_room(component) for component, count in num_pages.items()):
-            return None
+        for component, count in num_pages.items():
+            if count > supply.device_room(component):
+                return None
         found: dict[int, Pages] = {}
         for component, count in num_pages.items():
             if count:

@@ -89,6 +89,13 @@ class Cost:
         """Seconds per unit beside the fixed part; 0 while there is no measurement."""
         return self._slope() if self._weight else 0.0
 
+    def predicted_s(self, units: float) -> float:
+        """Seconds of so many units, fixed part included; 0 while there is no measurement."""
+        if not self._weight:
+            return 0.0
+        slope = self._slope()
+        return max(0.0, (self._seconds - slope * self._units) / self._weight) + units * slope
+
     def fixed_s(self) -> float:
         """Seconds of the fixed part."""
         if not self._weight:
@@ -211,7 +218,7 @@ class NoRegret:
     def moved(self, move: GatedTransfer, num_pages: int, seconds: float) -> None:
         """A transfer of that many pages worked for so long."""
         cost = self._moved[move]
-        if num_pages and cost.rate() and 0 < 2 * seconds < cost.fixed_s() + num_pages / cost.speed():
+        if num_pages and 0 < 2 * seconds < cost.predicted_s(num_pages):
             cost.forget()
         cost.add(num_pages, seconds)
 
@@ -294,8 +301,7 @@ class NoRegret:
             self.num_refused[move] += num_pages
             return False
         speed = self._computing()
-        is_known = self._speed[move]() > 0 or self._lead[move]() < 0
-        if not self.enabled or speed <= 0 or not is_known:
+        if not self.enabled or speed <= 0 or not (self._speed[move]() > 0 or self._lead[move]() < 0):
             return True
         computing_s = num_pages / speed
         moving_s = sum(self.predicted_s(m, num_pages) for m in {move, GatedTransfer.LOAD})

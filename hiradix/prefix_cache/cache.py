@@ -221,9 +221,12 @@ class PrefixCache:
         if self.cache.is_blocked(key):
             return InsertResult(len(key))
         given: Any = params  # flags may be numpy's, which the compiled form does not take
-        known = self.tree.match(key).device_node.end * self.page_size
+        match = self.tree.match(key)
+        known = match.device_node.end * self.page_size
         pages = pages_of(params.value, self.page_size, known, len(key))
-        lock = self.tree.insert(key, DEVICE, [pages], None, _priority_of(params)).lock
+        lock = self.tree.insert(
+            key, DEVICE, [pages], priority=_priority_of(params), found=match.loadable_node
+        ).lock
         if given.chunked:
             self.cache.inserted(lock.node)
         else:

@@ -495,13 +495,15 @@ class HiCacheController:
     def _refusal(self, kind: JobKind) -> FailReason | None:
         if self._closed:
             return FailReason.CLOSED
-        if kind in STORAGE_KINDS and self._detaching:
-            return FailReason.DETACHED
-        if kind in STORAGE_KINDS and not self._storage_jobs.parts:
-            return FailReason.NO_STORAGE
-        num_queued = (
-            len(self._queued_loads) if kind is JobKind.LOAD else len(self._job_table.job_queues[kind].waiting)
-        )
+        if kind is JobKind.LOAD:
+            num_queued = len(self._queued_loads)
+        else:
+            if kind is not JobKind.WRITE:
+                if self._detaching:
+                    return FailReason.DETACHED
+                if not self._storage_jobs.parts:
+                    return FailReason.NO_STORAGE
+            num_queued = len(self._job_table.job_queues[kind].waiting)
         return FailReason.QUEUE_FULL if num_queued >= self.limits.queued_jobs else None
 
     def _fail_load(self, ticket: Ticket, copies: Copies, reason: FailReason) -> None:

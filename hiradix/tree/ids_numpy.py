@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ Slots = npt.NDArray[np.int64]
 Tokens = npt.NDArray[np.int64]
 
 FEW_PAGES = 32  # up to here a loop is faster than calls of numpy
+_INT32 = np.dtype(np.int32)
 _HAS = (b"\0", b"\1")  # what the bytes of an array of booleans have: False, True
 
 
@@ -27,7 +28,8 @@ def copied(pages: Ids, first: int = 0, last: int | None = None) -> Pages:
     end = len(pages) if last is None else last
     if not 0 <= first <= end <= len(pages):
         raise Misuse(f"[{first}, {end}) of {len(pages)} pages")
-    return _narrow(pages)[first:end].copy()
+    own = pages if pages.dtype is _INT32 else _narrow(pages)
+    return own[first:end].copy()  # type: ignore[return-value]
 
 
 def claim(marks: Marks, pages: Ids) -> bool:
@@ -76,18 +78,22 @@ def joined(parts: Sequence[Pages]) -> Pages:
 
 def mark(marks: Marks, pages: Ids, value: bool) -> None:
     """Set marks[page] = value for each page."""
-    if not _are_in(pages, marks):
-        raise Misuse(f"pages {pages[:16]} are not all in 0..{len(marks) - 1}")
-    _put(marks, pages, value)
-
-
-def _put(marks: Marks, pages: Ids, value: bool) -> None:
     if len(pages) > FEW_PAGES:
+        try:
+            marks.take(_unsigned(pages, len(marks)))
+        except IndexError:
+            _refuse(marks, pages)
         marks.put(pages, value)
         return
-    flags = marks.data
-    for page in pages.tolist():
+    found, flags = pages.tolist(), marks.data
+    if found and not (0 <= min(found) and max(found) < len(marks)):
+        _refuse(marks, pages)
+    for page in found:
         flags[page] = value
+
+
+def _refuse(marks: Marks, pages: Ids) -> NoReturn:
+    raise Misuse(f"pages {pages[:16]} are not all in 0..{len(marks) - 1}")
 
 
 def take(stack: Pages, num_free: int, count: int, marks: Marks) -> Pages:
@@ -95,7 +101,12 @@ def take(stack: Pages, num_free: int, count: int, marks: Marks) -> Pages:
     if not 0 <= count <= num_free <= len(stack):
         raise Misuse(f"{count} pages of {num_free} of {len(stack)}")
     pages = stack[num_free - count : num_free][::-1].copy()
-    _put(marks, pages, True)
+    if count > FEW_PAGES:
+        marks.put(pages, True)
+        return pages
+    flags = marks.data
+    for page in pages.tolist():
+        flags[page] = True
     return pages
 
 
@@ -115,7 +126,7 @@ def slots_of(pages: Ids, page_size: int) -> Slots:
     slots = pages.astype(np.int64)
     if page_size != 1:
         slots *= page_size
-        slots = (slots[:, None] + _offsets(page_size)).reshape(-1)
+        slots = np.add.outer(slots, _offsets(page_size)).reshape(-1)
     return slots
 
 
@@ -173,14 +184,3 @@ def _narrow(pages: Ids) -> Pages:
     if not np.array_equal(narrow, pages):
         raise Misuse(f"{pages[:16]} are no page ids")
     return narrow
-
-
-def _are_in(pages: Ids, marks: Marks) -> bool:
-    if len(pages) > FEW_PAGES:
-        try:
-            marks.take(_unsigned(pages, len(marks)))
-        except IndexError:
-            return False
-        return True
-    found = pages.tolist()
-    return not found or (0 <= min(found) and max(found) < len(marks))

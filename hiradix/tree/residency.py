@@ -194,7 +194,8 @@ class Residencies:
                 self.watch.stored(node, tier)
         if entry.lock_ref == 0:
             return True
-        if node.residency(component, 1 - tier).pages is not None:
+        twin = node.residency(component, 1 - tier) if component else node.device if tier else node.host
+        if twin.pages is not None:
             self.pins.release(node, component, 1 - tier)
         elif held(node, component, tier):
             self.pins.hold(node, component, tier)
@@ -265,10 +266,11 @@ class Residencies:
         if component != BACKBONE:
             self._drop_entry(node.residency(component, tier), component, tier, out)
             return
-        for c in range(1, len(self.components)):
-            entry = node.residency(c, tier)
-            if entry.pages is not None:
-                self._drop_entry(entry, c, tier, out)
+        if node.others:
+            for c in range(1, len(self.components)):
+                entry = node.residency(c, tier)
+                if entry.pages is not None:
+                    self._drop_entry(entry, c, tier, out)
         self._drop_entry(node.host if tier else node.device, BACKBONE, tier, out)
         if tier == DEVICE:
             self._device_child_left(node)

@@ -122,13 +122,9 @@ class RadixTree:
     def match(self, key: RadixKey) -> Match:
         """Deepest usable boundaries of `key`'s whole pages. Splits the node it ends in, no more."""
         node = self._walk(self.root, key)
-        if not self._is_plain:
-            return self.boundaries(node)
-        device_node = node
-        while device_node.device.pages is None:
-            assert device_node.parent is not None
-            device_node = device_node.parent
-        return Match(device_node, node)
+        if self._is_plain and node.device.pages is not None:
+            return Match(node, node)
+        return self.boundaries(node)
 
     # -- nodes and paths --------------------------------------------------------------------
 
@@ -181,7 +177,15 @@ class RadixTree:
         return at.start
 
     def boundaries(self, deepest: Node) -> Match:
-        """The deepest boundaries at or above `deepest` that are usable. O(path)."""
+        """The deepest boundaries at or above `deepest` that are usable; the root, of what has left the tree.
+
+        O(path); with full attention alone O(what is not on the device)."""
+        if self._is_plain:
+            at = node = self.current(deepest) or self.root
+            while at.device.pages is None:
+                assert at.parent is not None
+                at = at.parent
+            return Match(at, node)
         device_node = loadable_node = self.root
         reaches = [component.reach for component in self.components]
         device_run = [UNBOUNDED] * len(reaches)  # unbroken pages behind the cursor, per component
@@ -314,12 +318,13 @@ class RadixTree:
 
     def insert(
         self, key: RadixKey, tier: Tier, pages: Sequence[Ids], at: Lock | None = None,
-        priority: SupportsIndex | None = None,
+        priority: SupportsIndex | None = None, found: Node | None = None,
     ) -> Insertion:  # fmt: skip
         """Add `key`'s whole pages; pages[c] are component c's ids of the last len(pages[c]) of them.
 
         at: a lock the caller holds on a prefix of `key`; the walk starts there, so the cost does not depend
             on the prefix's length. It stays the caller's.
+        found: the `loadable_node` of a match of `key` just before: what it has walked is not walked again.
         pages[0] must reach back to what the tree has in `tier` (DEVICE) or at all (HOST).
         Where the tree has other pages already, the given ones come back as duplicates; its own given
         again are no duplicates. Misuse, and nothing changed, for a page that another prefix has, that is
@@ -334,7 +339,7 @@ class RadixTree:
         same = start.parent is None or start.space is key.space or start.space == key.space
         if not same:
             raise Misuse(f"{key} continued from {start.space}")
-        node = self._walk(start, key)
+        node = self._walk(start, key) if found is None else found
         known = self._refuse_unfit(node, num_pages, tier, pages)
         claimed = self._claimed_all(node, num_pages, known, tier, pages)
         if node.end < num_pages:
@@ -440,12 +445,16 @@ class RadixTree:
         """
         residencies, out, missing = self._residencies, Dropped(self._residencies.places), index(num_pages)
         order, per_page = residencies.orders[component][tier], self.components[component].per_page
+        waste = residencies.granularity.waste
         gone: Node | None = None
         while missing > 0 and (victim := order.coldest()) is not None:
             node = _node_of(victim)
-            if per_page and node.num_pages > residencies.granularity.waste * missing:
-                node = self._cut_victim(node, component, missing)
-            missing -= node.num_pages if per_page else 1
+            if per_page:
+                if node.end - node.start > waste * missing:
+                    node = self._cut_victim(node, component, missing)
+                missing -= node.end - node.start
+            else:
+                missing -= 1
             parent = node.parent
             residencies.drop(node, component, tier, out, gone is not None and gone.parent is node)
             gone = node
@@ -717,7 +726,8 @@ class RadixTree:
         own: Pages | None = None  # what the tree has where `pages` go; -1: nothing
         will_take, at = True, node
         while at.parent is not None and at.end > start:
-            found = at.residency(component, tier).pages
+            entry = at.residency(component, tier) if component else at.host if tier else at.device
+            found = entry.pages
             if found is not None and not per_page:
                 own = found if at.end == end else own
             elif found is not None:

@@ -57,7 +57,7 @@ FAULTS = [
     ),
     Fault(
         "match: host data taken for device data",
-        "RadixTree.match",
+        "RadixTree.boundaries",
         "_1.device.pages is None",
         "False",
     ),
