@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from hiradix.memory import DevicePool, HostPool, KVShape, PageAllocator, TorchTransport
-from hiradix.storage import PageFingerprint, StorageContext
+from hiradix.storage import PageFingerprint, StorageContext, Stores
 from hiradix.storage.opening import open_storage
 from hiradix.transfer import HiCacheController, Result
 from hiradix.tree.hashing import PageRows
@@ -61,7 +61,7 @@ def main(folder: str) -> None:
     # Host to storage: a page's name is the hash of its tokens and of all before them.
     keys = {"file_storage_path": folder}
     store = open_storage("file", StorageContext(PageFingerprint("my-model"), keys, tiers.host.page_bytes))
-    controller.attach(store)
+    controller.attach(Stores([store]))
     stored = tiers.ended(controller.write_storage(PageRows(b"", tokens), host_pages))
     print(stored.num_pages, len(stored.hashes), controller.evict_host(host_pages))  # 4 4 4
 

@@ -44,20 +44,27 @@ class BlockOwner(Protocol):
 
 class BlockSave(InFlightJob):
     """A save that some worker may still be doing: pages of `key` from page `start` on, as far as the tree
-    took them. lock: on their path. store: the ticket of what follows in storage, which gives the lock back
-    then."""
+    took them. lock: on their path; `locks`, it among them, keep them all. store: the ticket of what follows
+    in storage, which gives these back then."""
 
-    __slots__ = ("blocks", "device", "key", "lock", "owner", "start", "store")
+    __slots__ = ("blocks", "device", "key", "lock", "locks", "owner", "start", "store")
 
     def __init__(
-        self, device: ForeignDevice, owner: BlockOwner, key: RadixKey, start: int, lock: Lock, pages: PagesOf
+        self,
+        device: ForeignDevice,
+        owner: BlockOwner,
+        key: RadixKey,
+        start: int,
+        locks: list[Lock],
+        pages: PagesOf,
     ):
         super().__init__(JobKind.WRITE, reads=pages)
         self.device = device
         self.owner = owner
         self.key = key
         self.start = start
-        self.lock = lock
+        self.lock = locks[0]
+        self.locks = locks
         self.blocks: list[int] = []
         self.store: Ticket | None = None
 
@@ -69,14 +76,17 @@ class PageBackup(InFlightJob):
     """Saved pages on their way to storage. first_hashed: the page whose hash is the first of those that come
     back."""
 
-    __slots__ = ("device", "first_hashed", "lock", "start")
+    __slots__ = ("device", "first_hashed", "lock", "locks", "start")
 
-    def __init__(self, device: ForeignDevice, start: int, first_hashed: int, lock: Lock, pages: PagesOf):
+    def __init__(
+        self, device: ForeignDevice, start: int, first_hashed: int, locks: list[Lock], pages: PagesOf
+    ):
         super().__init__(JobKind.STORE, reads=pages)
         self.device = device
         self.start = start
         self.first_hashed = first_hashed
-        self.lock = lock
+        self.lock = locks[0]
+        self.locks = locks
 
     def book(self, result: Result) -> None:
         self.device.stored(self, result)
@@ -163,6 +173,7 @@ class ForeignDevice:
             sources.append(blocks[len(blocks) - len(own) :])
         key = key.head(end, index.page_size)
         lock, taken = index.insert(key, parts)
+        locks = index.lock_windows(lock, end - max(map(len, parts)))
         index.unlock(path)
         if any(len(taken[component]) != len(own) for component, own in enumerate(parts)):
             raise Misuse(f"pages {parts} went to {taken}")
@@ -171,7 +182,7 @@ class ForeignDevice:
             for component, source in enumerate(sources)
             if len(source)
         )
-        self._order_save(BlockSave(self, owner, key, start, lock, taken), copies, before_forward)
+        self._order_save(BlockSave(self, owner, key, start, locks, taken), copies, before_forward)
 
     def _use_again(self, node: Node) -> None:
         """The host has it all. What of it storage lacks, as it failed or came from before storage was
@@ -194,7 +205,7 @@ class ForeignDevice:
         ticket, job.store = self._executor.save(copies, store, before_forward)
         self._index.in_flight.add(ticket, job)
         if store is not None and job.store is not None:
-            follows = PageBackup(self, job.start, store.rows.start, job.lock, job.reads)
+            follows = PageBackup(self, job.start, store.rows.start, job.locks, job.reads)
             self._index.in_flight.add(job.store, follows)
             self._mark_stored(follows, True)  # optimistic; taken back if storage says no
         job.blocks = [block for copy in copies for block in copy.source.tolist()]
@@ -227,9 +238,10 @@ class ForeignDevice:
         else:
             index.counters.write_failed += len(pages)
             job.owner.num_saved = 0
-            index.lose(job.key, job.start, job.reads)
+            longest = max(map(len, job.reads.values()))  # a window may begin before `start`
+            index.lose(job.key, job.lock.node.end - longest, job.reads)
         if job.store is None:
-            index.unlock(job.lock)
+            self._unlock(job.locks)
 
     def stored(self, job: PageBackup, result: Result) -> None:
         """Storage has the first `result.num_pages` of what was saved, the backbone's before others."""
@@ -244,7 +256,11 @@ class ForeignDevice:
             self._mark_stored(job, False)
         elif result.num_pages == job.num_pages:
             node.boundary_stored = len(index.tree.components) > 1
-        index.unlock(job.lock)
+        self._unlock(job.locks)
+
+    def _unlock(self, locks: Iterable[Lock]) -> None:
+        for lock in locks:
+            self._index.unlock(lock)
 
     def _mark_stored(self, job: PageBackup, stored: bool) -> None:
         for node in self._index.tree.path(job.lock.node, job.start):

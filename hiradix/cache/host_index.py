@@ -53,9 +53,10 @@ class HostPages(PageAllocator):
     """A host pool's page ids, and the state of those in the tree. freed: pages given back since
     `take_freed`."""
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, is_told: bool = True) -> None:
         super().__init__(num_pages)
         self.state: npt.NDArray[np.int8] = np.zeros(num_pages, np.int8)
+        self._is_told = is_told  # somebody calls `take_freed`
         self._freed: list[Pages] = []
 
     def free(self, pages: npt.ArrayLike) -> None:
@@ -63,7 +64,8 @@ class HostPages(PageAllocator):
         given = np.asarray(pages)
         super().free(given)
         self.state[given] = READY
-        self._freed.append(given)
+        if self._is_told:
+            self._freed.append(given)
 
     def take_freed(self) -> list[Pages]:
         """What was given back since the last call."""
@@ -93,7 +95,9 @@ class HostIndex:
         """The workers have so many host pages per component. Once, before the first lookup."""
         if len(num_pages) != len(self.tree.components):
             raise Misuse(f"{num_pages} for {self.tree.components}")
-        self._pools = tuple(HostPages(count) for count in num_pages)
+        self._pools = tuple(
+            HostPages(count, component == BACKBONE) for component, count in enumerate(num_pages)
+        )
         self.supply = PageSupply(self.tree, (), self._pools, self.counters)
 
     def _free_all(self, pages: PagesOf) -> None:
@@ -132,6 +136,16 @@ class HostIndex:
         if node.end != key.num_pages(self.page_size):
             return None
         return self.tree.lock(node, Tier.HOST)
+
+    def lock_windows(self, lock: Lock, begin: int) -> list[Lock]:
+        """`lock`, and more on its path: together they keep all pages from page `begin` on, of which a
+        boundary needs a window's last alone. O(path)."""
+        locks, at = [lock], lock
+        while (first := max(at.floors[1:], default=0)) > begin:
+            node = next(node for node in self.tree.path(at.node) if node.end <= first)
+            at = self.tree.lock(node, Tier.HOST)
+            locks.append(at)
+        return locks
 
     def are_ready(self, component: int, pages: Pages) -> bool:
         """Whether these pages, which are in the tree, may be read: none is being copied or lost."""

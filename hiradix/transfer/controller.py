@@ -379,7 +379,7 @@ class HiCacheController:
     @property
     def storage_troubles(self) -> tuple[int, int, int]:
         """How often storage became another as far as what its calls cost, and how many lookups and reads
-        failed: see `storage.breaker.Troubles`. Attaching it is a change."""
+        failed: see `storage.guard.breaker.Troubles`. Attaching it is a change."""
         changes, lookups, reads = self._num_attached << 32, 0, 0
         for part in self._storage_jobs.parts:
             more = part.troubles

@@ -345,6 +345,20 @@ def test_a_chain_of_several_jobs_leaves_from_its_end(tmp_path: Path, move: str) 
     store.close()
 
 
+@pytest.mark.parametrize("pause_ns", [500_000_000, 1_500_000_000])
+def test_a_chain_that_grows_by_a_page_a_call_keeps_what_is_in_front(tmp_path: Path, pause_ns: int) -> None:
+    """As an engine stores it that saves a block as soon as it is full."""
+    ticks = itertools.count(10**18, pause_ns // 4)
+    account = Account(tmp_path / "a", "memory")
+    store = QuotaStorage(memory(tmp_path, {}), account, lambda _: quota_of(10), ticks.__next__)
+    keys, others = keys_of(12), keys_of(5, 100)
+    assert all(store.put(Batch.of(others, tenant="salt:a"), [page_of(key) for key in others]))
+    for at, key in enumerate(keys):
+        store.put(Batch.of([key], before=keys[:at], tenant="salt:a"), [page_of(key)])
+    assert store.exists(Batch.of(keys)) == 10, "its first pages, without a gap"
+    store.close()
+
+
 class Place:
     """A store in memory and its account, in a folder of its own."""
 

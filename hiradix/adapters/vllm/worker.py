@@ -360,6 +360,7 @@ class WorkerRole:
             self._written(order, result)
         elif isinstance(order, StorageJob):
             self._storing.discard(order.ticket)
+            self._unstored.discard(order.ticket)
             self._outcomes.append(result)
         elif order.in_step:
             self._step.ended(order, result)

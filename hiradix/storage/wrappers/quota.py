@@ -138,7 +138,8 @@ class QuotaStorage(Wrapper):
         self._account, self._limit, self._time_ns = account, limit, time_ns
         self._lock = threading.Lock()
         self._uses: dict[str, int] = {}
-        self._ends: OrderedDict[str, tuple[int, int]] = OrderedDict()  # last page -> when called, and used
+        # last page -> when called, when used, the call's pages, and the page in front of them
+        self._ends: OrderedDict[str, tuple[int, int, tuple[str, ...], str]] = OrderedDict()
         self._counts: Counter[str] = Counter()
         self._largest = account.largest(SHOWN_TENANTS)
 
@@ -227,7 +228,7 @@ class QuotaStorage(Wrapper):
             goes_on = end is not None and 0 <= now_ns - end[0] < MOMENT_NS
             used_ns = batch.used_ns(self, end[1] - 1 if end and goes_on else now_ns)
             if used_ns:
-                self._ends[batch[-1]] = now_ns, used_ns[-1]
+                self._ends[batch[-1]] = now_ns, used_ns[-1], tuple(batch), batch.after
                 self._ends.move_to_end(batch[-1])
                 if len(self._ends) > MAX_ENDS:
                     self._ends.popitem(last=False)
@@ -237,13 +238,13 @@ class QuotaStorage(Wrapper):
         self, name: str, entries: Mapping[str, AccountEntry], batch: Batch, limit_bytes: int
     ) -> Entered:
         """Enter what may be put, after as many of the tenant's coldest pages left as it takes: none of what
-        the same use has in front of it, without which it would not be found."""
+        its chain has in front of it, without which it would not be found."""
         entered = self._account.enter(name, entries, limit_bytes)
         for _ in range(_ROUNDS if self._deletes else 0):
             if not entered.short_bytes:
                 break
             self._note_uses()
-            keep = {*entries, *batch.earlier(batch.start)}
+            keep = self._in_front({*entries, *batch.earlier(batch.start)}, batch.use.after)
             victims = self._account.coldest(name, entered.short_bytes, keep)
             if not victims:
                 break
@@ -253,6 +254,14 @@ class QuotaStorage(Wrapper):
                 self._counts["quota_evicted"] += len(victims)
             entered = self._account.enter(name, entries, limit_bytes)
         return entered
+
+    def _in_front(self, keep: set[str], after: str) -> set[str]:
+        """`keep`, with the pages of the calls that `after` ended, as far back as these are remembered."""
+        with self._lock:
+            while (end := self._ends.get(after)) is not None and not keep.issuperset(end[2]):
+                keep.update(end[2])
+                after = end[3]
+        return keep
 
     def _settle(
         self, name: str, entries: Mapping[str, AccountEntry], keys: Sequence[str], ok: list[bool]
