@@ -206,7 +206,7 @@ def test_a_server_starts_in_an_outage_and_hits_after_it(
         other = PROMPT[::-1]
 
         def is_joined() -> bool:
-            ask(http, [*other[:40], *map(int, time.monotonic_ns().to_bytes(8, "big"))])
+            ask(http, [*map(int, time.monotonic_ns().to_bytes(8, "big")), *other[:40]])  # no page of `other`
             return figures(http).get(figure, 0) == 1
 
         wait_for(is_joined)
