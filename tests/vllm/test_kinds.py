@@ -99,9 +99,9 @@ def test_windows_in_several_groups(start: Start, tmp_path: Path) -> None:
     assert cached(got) == 3 * 128
     assert_same(plain.generate(short), got)
     after = restarted.state()
-    assert after["fetch_found"] - before["fetch_found"] == 3 * 4
+    assert after["fetch_found"] == before["fetch_found"], "of full attention nothing is asked for"
     windows = 3 * 2 * (len(after["groups"]) - 1)
-    assert 0 < after["read_pages"] - before["read_pages"] <= windows, "of full attention nothing"
+    assert 0 < after["read_pages"] - before["read_pages"] <= windows, "nor read"
 
 
 def test_several_workers(start: Start, tmp_path: Path, model: Path) -> None:
