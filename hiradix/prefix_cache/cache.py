@@ -413,7 +413,8 @@ class PrefixCache:
     def _key(self, token_ids: Any, req: RequestLike) -> RadixKey:
         salt = getattr(req, "cache_salt", None)
         extras = getattr(req, "page_extras", None)
-        return self._view(RadixKey(token_ids, req.extra_key, cache_salt=salt, page_extras=extras))
+        asked: Any = req  # what is no text is refused by the key, also in the compiled form
+        return self._view(RadixKey(token_ids, asked.extra_key, cache_salt=salt, page_extras=extras))
 
     def _refuse_unnamed(self, req: RequestLike) -> None:
         """BadNamespace, for a request whose tokens are in no namespace."""
