@@ -10,7 +10,7 @@ from hiradix.cache.host_index import LOST, HostIndex
 from hiradix.policy.no_regret import NoRegret
 from hiradix.transfer import JobKind, Result, Ticket
 from hiradix.transfer.step_executor import SaveOrder, StepExecutor
-from hiradix.tree import FULL, Component, RadixKey
+from hiradix.tree import FULL, Component, RadixKey, Tier
 
 S = 4
 BACKBONE, WINDOW = 0, 1
@@ -97,9 +97,10 @@ def test_locks_of_a_save_are_given_back_with_its_store() -> None:
     blocks = Blocks(reach=2, host_pages=(64, 6), has_storage=True)
     order = blocks.save(100, 6)
     blocks.write(order)
-    assert blocks.index.tree.protected_pages(1, WINDOW) == 6
+    assert blocks.index.tree.protected_pages(Tier.HOST, WINDOW) == 6
     blocks.store(order, 100)
-    assert blocks.index.tree.protected_pages(1, WINDOW) == blocks.index.tree.protected_pages(1) == 0
+    for component in (BACKBONE, WINDOW):
+        assert blocks.index.tree.protected_pages(Tier.HOST, component) == 0
     blocks.index.check()
 
 
