@@ -9,12 +9,14 @@ import hashlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import pytest
 import torch
 
 from hiradix.config import HiCacheConfig
-from hiradix.memory import DevicePool, KVShape, ReqToTokenPool, SlotAllocator
+from hiradix.memory import DevicePool, KVShape, ReqToTokenPool, SlotAllocator, make_transport
 from hiradix.prefix_cache import (
     CacheInitParams,
     EvictParams,
@@ -320,3 +322,20 @@ def closed_after(make: Callable[..., AnyBench]) -> Iterator[Callable[..., AnyBen
 
 def prompt(n: int, start: int = 0) -> list[int]:
     return list(range(start, start + n))
+
+
+def failing_copies(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Caches built from here on copy as usual until the one entry of the list is True; then copies fail."""
+    failing = [False]
+
+    def made(*given: Any) -> Any:
+        inner = make_transport(*given)
+
+        def copy_pages(*copied: Any) -> None:
+            assert not failing[0], "injected: copy"
+            inner.copy_pages(*copied)
+
+        return SimpleNamespace(name=inner.name, note=inner.note, copy_pages=copy_pages)
+
+    monkeypatch.setattr("hiradix.prefix_cache.factory.make_transport", made)
+    return failing

@@ -19,7 +19,6 @@ from hiradix.memory import (
     ReqToTokenPool,
     SlotAllocator,
     StateShape,
-    make_transport,
 )
 from hiradix.prefix_cache import (
     CacheInitParams,
@@ -35,7 +34,7 @@ from hiradix.prefix_cache import (
     StateRadixCache,
     build_hybrid_cache,
 )
-from tests.prefix_cache.bench_engine import PATIENCE_S
+from tests.prefix_cache.bench_engine import PATIENCE_S, failing_copies
 
 PAGE = 4
 
@@ -154,18 +153,7 @@ def test_pages_without_a_record_are_found_by_nobody() -> None:
 @pytest.fixture
 def blocked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     """A cache over all tiers that has 12 tokens, whose load back has failed while `held` locks them."""
-    failing = [False]
-
-    def made(*given: Any) -> Any:
-        inner = make_transport(*given)
-
-        def copy_pages(*copied: Any) -> None:
-            assert not failing[0], "injected: copy"
-            inner.copy_pages(*copied)
-
-        return SimpleNamespace(name=inner.name, note=inner.note, copy_pages=copy_pages)
-
-    monkeypatch.setattr("hiradix.prefix_cache.factory.make_transport", made)
+    failing = failing_copies(monkeypatch)
     bench = Bench(has_host=True)
     bench.insert(list(range(12)))
     assert bench.cache.drain(PATIENCE_S) and bench.cache.evict(EvictParams(12)).num_tokens_evicted == 12

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 
 from hiradix.config import parse_extra_config
 from hiradix.errors import ConfigError
-from hiradix.memory import ReqToTokenPool, SlotAllocator, make_transport
+from hiradix.memory import ReqToTokenPool, SlotAllocator
 from hiradix.prefix_cache import (
     CacheInitParams,
     EvictParams,
@@ -25,7 +24,7 @@ from hiradix.prefix_cache import (
     SWARadixCache,
 )
 from hiradix.tree import AS_INSERTED
-from tests.prefix_cache.bench_engine import PATIENCE_S, Request, closed_after, prompt
+from tests.prefix_cache.bench_engine import PATIENCE_S, Request, closed_after, failing_copies, prompt
 from tests.prefix_cache.swa_bench import SwaBench
 
 Make = Callable[..., SwaBench]
@@ -178,18 +177,7 @@ def test_windows_before_a_gap_that_nobody_holds_are_freed(make: Make) -> None:
 def test_what_may_not_be_inserted_over_a_failed_load_is_freed(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failing = [False]
-
-    def made(*given: Any) -> Any:
-        inner = make_transport(*given)
-
-        def copy_pages(*copied: Any) -> None:
-            assert not failing[0], "injected: copy"
-            inner.copy_pages(*copied)
-
-        return SimpleNamespace(name=inner.name, note=inner.note, copy_pages=copy_pages)
-
-    monkeypatch.setattr("hiradix.prefix_cache.factory.make_transport", made)
+    failing = failing_copies(monkeypatch)
     bench = make(config=host_tier("write_through"), window=4)
     cache, allocator = bench.cache, bench.allocator
     insert(bench, prompt(12))
