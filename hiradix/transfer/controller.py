@@ -225,8 +225,6 @@ class HiCacheController:
         `known` of the pages asked for need not be there in the backbone.
         """
         asked = len(rows) if num_pages is None else num_pages
-        if not known <= asked <= len(rows):
-            raise Misuse(f"{known} of {asked} pages of {len(rows)} rows")
         return self._submit(JobKind.QUERY, (asked, 0), QueryPayload(rows, asked, tuple(windows), known))
 
     def read(
@@ -245,14 +243,8 @@ class HiCacheController:
         are, as `PageRows` has it.
         """
         trailing = as_trailing_pages(host_pages, others)
-        longest = max(len(pages_of_pair.pages) for pages_of_pair in trailing)
-        if len(hashes) != longest:
-            raise Misuse(f"{len(hashes)} hashes for {longest} pages")
-        return self._submit(
-            JobKind.READ,
-            self._size(trailing),
-            ReadPayload(tuple(hashes), trailing, chain, extra_key, tenant),
-        )
+        payload = ReadPayload(tuple(hashes), trailing, chain, extra_key, tenant)
+        return self._submit(JobKind.READ, self._size(trailing), payload)
 
     def write_storage(
         self, rows: PageRows, host_pages: PageIds, others: Iterable[TrailingPages] = ()
@@ -261,12 +253,11 @@ class HiCacheController:
 
         others: likewise of further components. They follow and count on.
         """
-        trailing = as_trailing_pages(host_pages, others)
-        if max(len(t.pages) for t in trailing) > len(rows):
-            raise Misuse(f"{trailing} for {len(rows)} rows")
+        payload = StorePayload(rows, as_trailing_pages(host_pages, others))
+        size = self._size(payload.trailing)
         if self.backs_up or self._storage_jobs.wants_computed:
-            return self._submit(JobKind.STORE, self._size(trailing), StorePayload(rows, trailing))
-        return self._job_table.take_for_granted(JobKind.STORE, self._size(trailing)[0], self.epoch)
+            return self._submit(JobKind.STORE, size, payload)
+        return self._job_table.take_for_granted(JobKind.STORE, size[0], self.epoch)
 
     def prefetch(self, rows: PageRows, host_pages: PageIds) -> PrefetchOperation:
         """Look for the last pages of `rows` in storage, as many as `host_pages`, and read the leading ones

@@ -93,6 +93,10 @@ class QueryPayload:
     windows: tuple[TrailingWindow, ...] = ()
     known: int = 0
 
+    def __post_init__(self) -> None:
+        if not self.known <= self.num_pages <= len(self.rows):
+            raise Misuse(f"{self.known} of {self.num_pages} pages of {len(self.rows)} rows")
+
 
 class TrailingPages(NamedTuple):
     """Host pages of one pair of pools: the last ones of a job's pages of tokens."""
@@ -120,6 +124,11 @@ class ReadPayload:
     extra_key: str | None = None
     tenant: str = ""
 
+    def __post_init__(self) -> None:
+        longest = max(len(pages_of_pair.pages) for pages_of_pair in self.trailing)
+        if len(self.hashes) != longest:
+            raise Misuse(f"{len(self.hashes)} hashes for {longest} pages")
+
 
 @dataclass(frozen=True, eq=False)
 class StorePayload:
@@ -127,6 +136,10 @@ class StorePayload:
 
     rows: PageRows
     trailing: AllTrailingPages
+
+    def __post_init__(self) -> None:
+        if max(len(pages_of_pair.pages) for pages_of_pair in self.trailing) > len(self.rows):
+            raise Misuse(f"{self.trailing} for {len(self.rows)} rows")
 
 
 def pages_in_use(payload: Payload, kind: JobKind, pair: int) -> tuple[list[Pages], list[Pages]]:

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from hiradix.errors import Misuse
 from hiradix.transfer.jobs import (
     Chain,
     Copies,
@@ -180,10 +179,8 @@ class StepExecutor:
     ) -> Ticket:
         """As `HiCacheController.query`."""
         asked = len(rows) if num_pages is None else num_pages
-        if not known <= asked <= len(rows):
-            raise Misuse(f"{known} of {asked} pages of {len(rows)} rows")
-        self.num_asked += asked - known
         ticket = self._order(QueryPayload(rows, asked, tuple(windows), known))
+        self.num_asked += asked - known
         if known:
             self._known[ticket] = known
         return ticket

@@ -37,6 +37,17 @@ def test_a_result_is_the_least_of_all_workers_and_as_slow_as_the_slowest() -> No
     assert (result.num_pages, result.error, result.duration_s) == (1, "gone", 3.0)
 
 
+def test_an_order_that_does_not_fit_its_pages_is_refused() -> None:
+    executor = StepExecutor(1)
+    with pytest.raises(Misuse, match="2 hashes for 3 pages"):
+        executor.read([b"a", b"b"], PAGES)
+    with pytest.raises(Misuse, match="7 pages of 6 rows"):
+        executor.query(ROWS, 7)
+    with pytest.raises(Misuse, match="for 6 rows"):
+        executor.write_storage(ROWS, np.arange(7, dtype=np.int32))
+    assert executor.is_idle and executor.num_asked == 0
+
+
 def test_a_step_takes_each_order_once() -> None:
     executor = StepExecutor(1)
     query, read = executor.query(ROWS, 2), executor.read([b"a", b"b", b"c"], PAGES, chain=(b"x",) * 1000)
