@@ -95,6 +95,7 @@ demo: $(READY)
 
 lint: $(READY)
 	$(PY) -m ruff check hiradix triton_kernels benchmarks examples tests build_backend.py setup.py
+	$(PY) -m ruff format --check --quiet hiradix triton_kernels benchmarks examples tests build_backend.py setup.py
 	$(PY) -m mypy
 
 # An environment of its own: these tools read the code and never import it, so nothing of it is installed there.

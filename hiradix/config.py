@@ -60,30 +60,46 @@ class ExtraConfig:
     """
 
     prefetch_threshold: int = setting(
-        "prefetch_threshold", Type.INTEGER, 256,
-        "tokens a storage hit must have to be fetched; at least one page", over_http=OPEN,
+        "prefetch_threshold",
+        Type.INTEGER,
+        256,
+        "tokens a storage hit must have to be fetched; at least one page",
+        over_http=OPEN,
     )
     prefetch_timeout_base: float = setting(
-        "prefetch_timeout_base", Type.SECONDS, 1.0,
-        "any prefetch may take this long under the policy `timeout`", over_http=OPEN,
+        "prefetch_timeout_base",
+        Type.SECONDS,
+        1.0,
+        "any prefetch may take this long under the policy `timeout`",
+        over_http=OPEN,
     )
     prefetch_timeout_per_ki_token: float = setting(
-        "prefetch_timeout_per_ki_token", Type.SECONDS, 0.25,
+        "prefetch_timeout_per_ki_token",
+        Type.SECONDS,
+        0.25,
         "a prefetch may take this much longer for each 1024 tokens",
         over_http=OPEN,
     )
     hicache_storage_pass_prefix_keys: bool = setting(
-        "hicache_storage_pass_prefix_keys", Type.BOOL, False,
-        "give the backend the keys of the pages before a batch", over_http=OPEN,
+        "hicache_storage_pass_prefix_keys",
+        Type.BOOL,
+        False,
+        "give the backend the keys of the pages before a batch",
+        over_http=OPEN,
     )
     hicache_storage_required: bool | None = setting(
-        REQUIRED_KEY, Type.BOOL, None,
+        REQUIRED_KEY,
+        Type.BOOL,
+        None,
         "a store that does not answer is an error; otherwise it is "
         "[joined later](storage.md#a-store-that-is-not-there-at-start)",
-        default_text="false at a start, true for an attach while serving", over_http=OPEN,
+        default_text="false at a start, true for an attach while serving",
+        over_http=OPEN,
     )
     storage_identity: str | None = setting(  # not over HTTP: it takes the comparison of weights away
-        IDENTITY_KEY, Type.LABEL, None,
+        IDENTITY_KEY,
+        Type.LABEL,
+        None,
         "as `--hicache-storage-identity`, which it goes before; in SGLang and vLLM too",
     )
     backend: Mapping[str, Any] = field(default_factory=_frozen, repr=False)
@@ -232,44 +248,69 @@ class HiCacheConfig:
     """What a prefix cache needs to know, with upstream's names; validated when made, see `normalised()`."""
 
     page_size: int = setting(
-        "page_size", Type.INTEGER, DEFAULT_PAGE_SIZE, "Tokens per page.", minimum=1,
+        "page_size",
+        Type.INTEGER,
+        DEFAULT_PAGE_SIZE,
+        "Tokens per page.",
+        minimum=1,
         default_text=f"{DEFAULT_PAGE_SIZE} with the hierarchical cache, else 1",
     )
     enable_hierarchical_cache: bool = setting(
-        "enable_hierarchical_cache", Type.BOOL, False,
-        "Turn the host tier on (and with a storage backend, the storage tier).", aliases=("enable_hicache",),
+        "enable_hierarchical_cache",
+        Type.BOOL,
+        False,
+        "Turn the host tier on (and with a storage backend, the storage tier).",
+        aliases=("enable_hicache",),
     )
     disable_radix_cache: bool = setting(
-        "disable_radix_cache", Type.BOOL, False,
+        "disable_radix_cache",
+        Type.BOOL,
+        False,
         "No prefix reuse at all; excludes the hierarchical cache.",
     )
     hicache_ratio: float | None = setting(
-        "hicache_ratio", Type.NUMBER, None, "Host pool tokens per device pool token.", maximum=MAX_HOST_SIZE,
+        "hicache_ratio",
+        Type.NUMBER,
+        None,
+        "Host pool tokens per device pool token.",
+        maximum=MAX_HOST_SIZE,
         default_text=f"{DEFAULT_HICACHE_RATIO}, shrunk to what fits the host memory fraction",
     )
     hicache_size: float = setting(
-        "hicache_size", Type.NUMBER, 0, "Host pool size in GB of 1e9 bytes; above 0 it overrides the ratio.",
-        maximum=MAX_HOST_SIZE, metavar="GB",
+        "hicache_size",
+        Type.NUMBER,
+        0,
+        "Host pool size in GB of 1e9 bytes; above 0 it overrides the ratio.",
+        maximum=MAX_HOST_SIZE,
+        metavar="GB",
     )
     hicache_host_memory_fraction: float = setting(
-        "hicache_host_memory_fraction", Type.NUMBER, 0.8,
+        "hicache_host_memory_fraction",
+        Type.NUMBER,
+        0.8,
         "Share of free host memory the pool may take when neither ratio nor size is given, in (0, 1].",
     )
     hicache_write_policy: str = setting(
-        "hicache_write_policy", Type.TEXT, "write_through",
+        "hicache_write_policy",
+        Type.TEXT,
+        "write_through",
         "When pages are copied to the host: on first insert, on second hit (selective), or when evicted "
         "(write_back).",
         choices=WRITE_POLICIES,
     )
     hicache_io_backend: str = setting(
-        "hicache_io_backend", Type.TEXT, "kernel",
+        "hicache_io_backend",
+        Type.TEXT,
+        "kernel",
         "How pages are copied: one Triton kernel, direct copies, or the faster one by a measurement at "
         "start. On CPU all are torch copies. kernel_ascend is refused.",
         choices=IO_BACKENDS,
         refused={"kernel_ascend": "Ascend NPUs are not supported; use kernel, direct or auto"},
     )
     hicache_mem_layout: str = setting(
-        "hicache_mem_layout", Type.TEXT, "page_first",
+        "hicache_mem_layout",
+        Type.TEXT,
+        "page_first",
         "Layout of the host pool. page_first_kv_split and page_head are refused.",
         choices=MEM_LAYOUTS,
         refused={
@@ -278,46 +319,73 @@ class HiCacheConfig:
         },
     )
     hicache_host_memory_mode: str = setting(
-        "hicache_host_memory_mode", Type.TEXT, "cache", "Use of host memory. buffer_only is refused.",
+        "hicache_host_memory_mode",
+        Type.TEXT,
+        "cache",
+        "Use of host memory. buffer_only is refused.",
         choices=HOST_MEMORY_MODES,
         refused={"buffer_only": "a staging-only host pool is not supported; use cache"},
     )
     hicache_storage_backend: str | None = setting(
-        "hicache_storage_backend", Type.TEXT, None,
-        "Storage tier by registered name, such as disk; needs the hierarchical cache.", metavar="NAME",
+        "hicache_storage_backend",
+        Type.TEXT,
+        None,
+        "Storage tier by registered name, such as disk; needs the hierarchical cache.",
+        metavar="NAME",
     )
     hicache_storage_prefetch_policy: str = setting(
-        "hicache_storage_prefetch_policy", Type.TEXT, "timeout",
-        "How long a request waits for pages from storage.", choices=PREFETCH_POLICIES,
+        "hicache_storage_prefetch_policy",
+        Type.TEXT,
+        "timeout",
+        "How long a request waits for pages from storage.",
+        choices=PREFETCH_POLICIES,
     )
     hicache_storage_identity: str | None = setting(
-        "hicache_storage_identity", Type.LABEL, None,
+        "hicache_storage_identity",
+        Type.LABEL,
+        None,
         "Pages in storage go by this label; whether the same weights computed them is not looked at.",
         metavar="LABEL",
     )
     hicache_no_regret: bool = setting(
-        "hicache_no_regret", Type.TEXT, "on",
+        "hicache_no_regret",
+        Type.TEXT,
+        "on",
         "Do not load or fetch what is predicted to take longer than computing it again.",
-        choices=("on", "off"), to=lambda text: text == "on",
+        choices=("on", "off"),
+        to=lambda text: text == "on",
     )
     hicache_storage_backend_extra_config: ExtraConfig = setting(
-        "hicache_storage_backend_extra_config", Type.OBJECT, dict,
+        "hicache_storage_backend_extra_config",
+        Type.OBJECT,
+        dict,
         "JSON object, or @path to a .json, .toml or .yaml file, with prefetch settings and the backend's "
         "keys.",
-        metavar="JSON|@FILE", to=ExtraConfig.from_mapping,
+        metavar="JSON|@FILE",
+        to=ExtraConfig.from_mapping,
     )
     radix_eviction_policy: str = setting(
-        "radix_eviction_policy", Type.TEXT, "ghd",
-        "Order in which pages are evicted; two with a comma between: device, host.", metavar="NAME",
+        "radix_eviction_policy",
+        Type.TEXT,
+        "ghd",
+        "Order in which pages are evicted; two with a comma between: device, host.",
+        metavar="NAME",
     )
     radix_eviction_policy_config: Mapping[str, Any] = setting(
-        "radix_eviction_policy_config", Type.OBJECT, dict, "JSON object of the eviction policy's parameters.",
-        metavar="JSON", to=_frozen,
+        "radix_eviction_policy_config",
+        Type.OBJECT,
+        dict,
+        "JSON object of the eviction policy's parameters.",
+        metavar="JSON",
+        to=_frozen,
     )
     served_model_name: str = setting(
-        "served_model_name", Type.TEXT, "",
+        "served_model_name",
+        Type.TEXT,
+        "",
         "Name that requests use, and part of every storage key's fingerprint.",
-        default_text="the model path", metavar="NAME",
+        default_text="the model path",
+        metavar="NAME",
     )
 
     def __post_init__(self) -> None:

@@ -264,4 +264,3 @@ class HostPeer:
         turns.num_tokens += len(ids)
         turns.num_device += match.num_device
         turns.num_host += num_loaded
-

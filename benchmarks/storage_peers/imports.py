@@ -1,5 +1,4 @@
-"""Lets a peer be imported from its unpacked wheel: what its modules import and this machine lacks, is mocked.
-"""
+"""Lets a peer be imported from its unpacked wheel: what its modules import and this machine lacks, is mocked."""
 
 from __future__ import annotations
 

@@ -341,8 +341,7 @@ def _print(steps: Sequence[dict[str, Any]], whole: dict[str, Any]) -> None:
                 thread = stay["thread"]
                 print(f"   {thread}")
             shown = ", ".join(
-                name + (f" x{count}" if count > 1 else "")
-                for name, count in stay["functions"].items()
+                name + (f" x{count}" if count > 1 else "") for name, count in stay["functions"].items()
             )
             print(f"     {stay['module'].removeprefix('hiradix.'):28} {shown}")
         print()

@@ -128,8 +128,7 @@ class Batch(tuple[str, ...]):
         return _batch(own, ChainUse(own, before, after, tenant, extra_key, 0, is_chain), range(len(own)))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled, it is the tuple of its keys: what makes names, and the stores' clocks, are this process's.
-        """
+        """Pickled, it is the tuple of its keys: what makes names, and the stores' clocks, are this process's."""
         return tuple, (list(self),)
 
     @overload

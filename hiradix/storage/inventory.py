@@ -19,7 +19,9 @@ from hiradix.storage.protocol import is_key
 from hiradix.storage.registry import load_storage_backend
 from hiradix.storage.wrappers.wrap import module_of
 
-URL_FORMS = "file:///folder, disk:///folder, redis://host:port/0, rediss://, unix://, s3://bucket/x, gs://, az://"
+URL_FORMS = (
+    "file:///folder, disk:///folder, redis://host:port/0, rediss://, unix://, s3://bucket/x, gs://, az://"
+)
 _FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 _BATCH = 500
 

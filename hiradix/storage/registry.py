@@ -85,8 +85,7 @@ def _spec(name: str) -> BackendSpec:
 
 
 def load_storage_backend(name: str) -> type[StorageBackend]:
-    """The class behind `name`. Raises ConfigError that says what is wrong and, where known, what to install.
-    """
+    """The class behind `name`. Raises ConfigError that says what is wrong and, where known, what to install."""
     spec = _spec(name)
     module_name, _, attribute = spec.target.partition(":")
     if not module_name or not attribute:

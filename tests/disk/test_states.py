@@ -34,8 +34,7 @@ class DiskStates(StoreStates):
         return open_disk(self.place, fingerprint, page_bytes=self._page_bytes(name), **config)
 
     def _room(self, name: str) -> int:
-        """Slots of one length leave room for those of another only when they are cold, and in whole segments.
-        """
+        """Slots of one length leave room for those of another only when they are cold, and in whole segments."""
         self.is_mixed = self.is_mixed or name == "longer pages"
         return 1 if self.is_mixed else CAP_PAGES
 

@@ -73,7 +73,9 @@ class ScriptedTiers(NoReuse):
 @pytest.fixture
 def engine(make_engine: MakeEngine) -> Engine:
     return make_engine(
-        cache=PAGES, max_total_tokens=512, chunked_prefill_size=64,
+        cache=PAGES,
+        max_total_tokens=512,
+        chunked_prefill_size=64,
         build_cache=lambda config, params, pool, model: ScriptedTiers(params, pool),
     )
 

@@ -310,7 +310,6 @@ def test_its_process_has_no_keys_and_no_terminal(monkeypatch: pytest.MonkeyPatch
     chat.close()
 
 
-
 def test_what_json_cannot_say_is_refused() -> None:
     deep: list[Any] = []
     for _ in range(100_000):

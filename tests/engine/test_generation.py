@@ -38,7 +38,9 @@ def test_batching_and_page_size_change_nothing(
     page_size: int, max_running: int, llama: Reference, make_engine: MakeEngine
 ) -> None:
     engine = make_engine(
-        cache=HiCacheConfig(page_size=page_size), chunked_prefill_size=50, max_total_tokens=2048,
+        cache=HiCacheConfig(page_size=page_size),
+        chunked_prefill_size=50,
+        max_total_tokens=2048,
         max_running_requests=max_running,
     )
     asked = prompts(LENGTHS, seed=4)
@@ -138,9 +140,14 @@ def test_id_in_use_is_refused(make_engine: MakeEngine) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"temperature": -0.1}, "temperature"), ({"top_p": 0.0}, "top_p"), ({"top_p": 1.1}, "top_p"),
-        ({"max_new_tokens": 0}, "max_new_tokens"), ({"logprobs": -1}, "logprobs"), ({"stop": ("",)}, "stop"),
-        ({"seed": 2**63}, "seed"), ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"stop": ("",)}, "stop"),
+        ({"seed": 2**63}, "seed"),
+        ({"temperature": float("nan")}, "temperature"),
     ],
 )
 def test_bad_parameter_is_named(fields: dict[str, object], message: str) -> None:

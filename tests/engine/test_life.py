@@ -89,13 +89,19 @@ class Life:
 def test_life(seed: int, llama: Reference, make_engine: MakeEngine, tmp_path: Path) -> None:
     rng = random.Random(seed)
     cache = HiCacheConfig(
-        page_size=16, enable_hierarchical_cache=True, hicache_no_regret=False,
+        page_size=16,
+        enable_hierarchical_cache=True,
+        hicache_no_regret=False,
         hicache_ratio=rng.choice([0.5, 1.0, 3.0]),
-        hicache_write_policy=POLICIES[seed % 3], hicache_mem_layout=rng.choice(["page_first", "layer_first"]),
+        hicache_write_policy=POLICIES[seed % 3],
+        hicache_mem_layout=rng.choice(["page_first", "layer_first"]),
     )
     engine = make_engine(
-        cache=cache, max_total_tokens=rng.choice([256, 400, 1024]), max_running_requests=rng.choice([2, 6]),
-        chunked_prefill_size=rng.choice([None, 40, 64]), build_cache=build_prefix_cache,
+        cache=cache,
+        max_total_tokens=rng.choice([256, 400, 1024]),
+        max_running_requests=rng.choice([2, 6]),
+        chunked_prefill_size=rng.choice([None, 40, 64]),
+        build_cache=build_prefix_cache,
     )
     life = Life(engine, rng, tmp_path / "pages")
     life.run()

@@ -471,23 +471,41 @@ CONFIG: dict[str, Row | Measured] = {
     "rope base doubled": Row("other", config(rope_parameters={"rope_theta": 200000.0})),
     "rope base 1 % larger": Row("other", config(rope_parameters={"rope_theta": 101000.0})),
     "rope scaled by 2": Row("other", config(rope_parameters={"rope_type": "linear", "factor": 2.0})),
-    "rope of far positions alone (llama3)": Row("other", config(rope_parameters={
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 4096,
-    })),
-    "yarn for a plain rope": Row("other", config(rope_parameters={
-        "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4096,
-    })),
+    "rope of far positions alone (llama3)": Row(
+        "other",
+        config(
+            rope_parameters={
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 4096,
+            }
+        ),
+    ),
+    "yarn for a plain rope": Row(
+        "other",
+        config(
+            rope_parameters={
+                "rope_type": "yarn",
+                "factor": 2.0,
+                "original_max_position_embeddings": 4096,
+            }
+        ),
+    ),
     "long rope, a context beyond the original length and one within": Row(
-        "other", Deployment(config={"rope_parameters": LONGROPE}, engine={"context_length": 512}),
+        "other",
+        Deployment(config={"rope_parameters": LONGROPE}, engine={"context_length": 512}),
         config(rope_parameters=LONGROPE),
     ),
     "factor of a dynamic rope, in the context it was made for": Row(
-        "same", config(rope_parameters={**DYNAMIC, "factor": 8.0}),
+        "same",
+        config(rope_parameters={**DYNAMIC, "factor": 8.0}),
         config(rope_parameters={**DYNAMIC, "factor": 2.0}),
     ),
     "share of a head that is rotated": Row(
-        "other", config("qwen3", rope_parameters={**SHARE, "partial_rotary_factor": 0.5}),
+        "other",
+        config("qwen3", rope_parameters={**SHARE, "partial_rotary_factor": 0.5}),
         config("qwen3", rope_parameters={**SHARE, "partial_rotary_factor": 1.0}),
     ),
     "norm epsilon 1e-4 for 1e-5": Row("other", config(rms_norm_eps=1e-4)),

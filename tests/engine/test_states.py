@@ -108,7 +108,6 @@ def test_page_sizes(
     assert served_from(answers)["device"] + served_from(answers)["host"] > 0
 
 
-
 def test_what_storage_is_told_of_records(
     make_recurrent: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,8 +124,6 @@ def test_what_storage_is_told_of_records(
     marks = [pages.fingerprint for pages in told]
     assert [mark.component for mark in marks] == ["", "state"] * 3
     assert {mark.page_size for mark in marks} == {8} and len({mark.digest() for mark in marks}) == 6
-
-
 
 
 @pytest.mark.parametrize("family", FAMILIES)

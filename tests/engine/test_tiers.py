@@ -38,11 +38,16 @@ def configure(tmp_path: Path) -> Configure:
     keys = {"prefetch_threshold": 16, "file_storage_path": str(tmp_path / "pages"), "deadline_s": 60}
     extra = parse_extra_config(json.dumps(keys))
     stored = replace(
-        TIERED, hicache_storage_backend="file", hicache_storage_backend_extra_config=extra,
+        TIERED,
+        hicache_storage_backend="file",
+        hicache_storage_backend_extra_config=extra,
         hicache_storage_prefetch_policy="wait_complete",
     )
     configs = {
-        "off": OFF, "device": DEVICE_ONLY, "tiers": TIERED, "stored": stored,
+        "off": OFF,
+        "device": DEVICE_ONLY,
+        "tiers": TIERED,
+        "stored": stored,
         "selective": replace(TIERED, hicache_write_policy="write_through_selective"),
         "write_back": replace(TIERED, hicache_write_policy="write_back"),
         "layer_first": replace(TIERED, hicache_mem_layout="layer_first"),

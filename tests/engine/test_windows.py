@@ -23,7 +23,6 @@ from tests.seeds import seeded, seeds
 WINDOW = 1  # the component
 
 
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_answers_do_not_depend_on_the_cache(name: str, gemma: Reference, make_hybrid: MakeEngine) -> None:
     engine = make_hybrid(cache=CONFIGS[name])
@@ -45,8 +44,6 @@ def test_page_sizes_and_places_of_windows(
     engine = make_hybrid(model_path=str(judge.path), cache=replace(TIERED, page_size=page_size))
     identity, _ = converse(engine, judge, num_turns=3)
     identity.assert_holds()
-
-
 
 
 def test_a_long_request_holds_a_window_of_pages(gemma: Reference, make_hybrid: MakeEngine) -> None:
@@ -121,7 +118,6 @@ def test_abort_in_every_state(num_steps: int, gemma: Reference, make_hybrid: Mak
     settle(engine)
     assert_empty(engine)
     gemma.judge(asked, tokens(serve(engine, asked, GREEDY))).assert_holds()
-
 
 
 def test_what_does_not_fit_is_named(gemma: Reference, llama: Reference) -> None:

@@ -198,9 +198,7 @@ def test_what_is_open_after_the_deadline_is_closed(service: EngineService) -> No
     assert Watched.closer is not threading.current_thread(), "a close that hangs would stop the event loop"
 
 
-def test_without_wait_a_busy_engine_refuses(
-    service: EngineService, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_wait_a_busy_engine_refuses(service: EngineService, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its requests stay where they are until it has refused: however slow this machine, none ends before."""
     engine = service._thread._engine
     step, go_on = engine.step, threading.Event()

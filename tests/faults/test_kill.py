@@ -112,9 +112,7 @@ def assert_survives(model: Path, store: Store, folder: Path, when: list[int], *m
     command = tiers_over(model, store.backend, store.keys, *more)
     rounds = [prompts(NUM_PROMPTS, NUM_CHARS, seed=run) for run in range(len(when))]
     everything = [request for requests in rounds for request in requests]
-    reference = dict(
-        zip(everything, reference_answers(model, everything, folder / "off.log"), strict=True)
-    )
+    reference = dict(zip(everything, reference_answers(model, everything, folder / "off.log"), strict=True))
     num_restored = 0
     known: list[ChatRequest] = []
     for requests, num_new in zip(rounds, when, strict=True):

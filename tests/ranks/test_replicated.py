@@ -27,9 +27,7 @@ LATENT = MLAShape(2, 8, 4, torch.float32)
 HEADS = KVShape(2, 1, 8, 8, torch.float32)
 
 
-def build(
-    shape: MLAShape | KVShape, rank: int, folder: Path, identity: str | None = "same"
-) -> HiRadixCache:
+def build(shape: MLAShape | KVShape, rank: int, folder: Path, identity: str | None = "same") -> HiRadixCache:
     keys = {"prefetch_threshold": PAGE_SIZE, "file_storage_path": str(folder), "deadline_s": 60}
     config = HiCacheConfig(
         page_size=PAGE_SIZE, enable_hierarchical_cache=True, hicache_no_regret=False, hicache_ratio=2.0,

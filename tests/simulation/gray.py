@@ -149,8 +149,7 @@ class GrayLane(SimLane):
 
 
 class GrayLanes:
-    """Call threads by kind, as `CallThreadPool` has them: one left behind comes back with `heal`, not before.
-    """
+    """Call threads by kind, as `CallThreadPool` has them: one left behind comes back with `heal`, not before."""
 
     def __init__(self, driver: ClockDriver, num_threads: int) -> None:
         self.driver, self._num_threads = driver, num_threads

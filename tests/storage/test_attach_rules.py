@@ -54,9 +54,7 @@ def refused(own: AttachRules, backend: str, keys: object) -> str:
 def test_a_setting_is_closed_unless_its_record_opens_it() -> None:
     assert Setting("new", Type.TEXT, None, "").over_http is None
     open_keys = {name: settings_over_http(name, is_outermost=False) for name in BACKEND_SETTINGS}
-    closed = {
-        name: sorted({*BACKEND_SETTINGS[name]} - set(keys)) for name, keys in open_keys.items() if keys
-    }
+    closed = {name: sorted({*BACKEND_SETTINGS[name]} - set(keys)) for name, keys in open_keys.items() if keys}
     naming = ["is_mla_model", "naming", "sglang_model_name"]
     assert {name: keys for name, keys in closed.items() if keys} == {
         "file": naming,

@@ -128,9 +128,7 @@ class TestGuardedLanding(MemoryStore, StorageContract, PersistentContract, Share
 
     def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> GuardedStorage:
         context = StorageContext(fingerprint, {"place": str(place)} | config, PAGE_BYTES)
-        return GuardedStorage(
-            LandingMemory(context, self.places), fingerprint, GuardLimits(deadline_s=30.0)
-        )
+        return GuardedStorage(LandingMemory(context, self.places), fingerprint, GuardLimits(deadline_s=30.0))
 
 
 class TestGuardedInPieces(MemoryStore, StorageContract):

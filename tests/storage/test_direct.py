@@ -125,9 +125,7 @@ def panic(call: Callable[..., Any], *args: Any) -> Any:
     raise Panic("in a library")
 
 
-@pytest.mark.parametrize(
-    "fault", [raise_error, exit_thread, panic, answer(None), answer([True, 1, True])]
-)
+@pytest.mark.parametrize("fault", [raise_error, exit_thread, panic, answer(None), answer([True, 1, True])])
 def test_faults_are_misses(world: World, fault: Callable[..., Any]) -> None:
     put(world.storage, keys_of(3))
     for name in ("exists", "get", "put"):

@@ -229,9 +229,7 @@ class SecondRead:
             self.ended.set()
 
 
-def test_pages_are_checked_while_the_next_are_being_read(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_are_checked_while_the_next_are_being_read(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     world = make(IN_TWO_CHUNKS)
     put(world.storage, keys_of(4))
     second, check = SecondRead(world.memory), Sealer.check

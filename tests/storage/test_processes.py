@@ -156,8 +156,7 @@ def test_same_keys_from_several_processes(spawn: Spawner, tmp_path: Path) -> Non
 
 
 def test_cap_holds_over_several_processes(spawn: Spawner, tmp_path: Path) -> None:
-    """Two writers of different pages, each with three times the cap; looked at under the lock all the time.
-    """
+    """Two writers of different pages, each with three times the cap; looked at under the lock all the time."""
     watcher = open_file(tmp_path, max_size=20 * FILE_BYTES)
     writers = [spawn("once", 1000 * number, 60, max_pages=20) for number in range(2)]
     num_looks = 0

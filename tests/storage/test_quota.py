@@ -296,6 +296,8 @@ class TestFaults:
 
 
 TENANTS = ("salt:a", "key:a", "")
+
+
 def test_pages_of_a_clock_that_was_ahead_leave_first(tmp_path: Path) -> None:
     """They stayed for ever, and what was put last left for what was put next."""
     path, old, new = tmp_path / "account", keys_of(3), keys_of(2, 10)

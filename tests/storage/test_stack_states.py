@@ -48,9 +48,7 @@ class Wild(MemoryBackend):
     traits: `lands` and `ragged` are kept.
     """
 
-    def __init__(
-        self, context: StorageContext, places: dict[str, OrderedDict[str, bytes]], traits: Traits
-    ):
+    def __init__(self, context: StorageContext, places: dict[str, OrderedDict[str, bytes]], traits: Traits):
         super().__init__(context, places)
         self.traits = traits
         self.fault, self.rng = "none", random.Random(0)

@@ -1,5 +1,4 @@
-"""What the stores on object servers share: a prefix for each test's place, and what rclone does not promise.
-"""
+"""What the stores on object servers share: a prefix for each test's place, and what rclone does not promise."""
 
 from __future__ import annotations
 

@@ -130,7 +130,6 @@ def bucket(port: int, host: str = "127.0.0.1") -> dict[str, Any]:
     }  # fmt: skip
 
 
-
 @pytest.mark.parametrize("what", ["refused", "no such name", "silent", "mooncake", "sentinels", "cluster"])
 def test_a_world_that_does_not_answer_ends_no_start(what: str) -> None:
     port = free_port()

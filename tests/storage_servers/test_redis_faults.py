@@ -212,9 +212,7 @@ def test_expiry_is_renewed_by_reading(own_redis: Server, client: Any) -> None:
 
 
 @pytest.mark.parametrize("zero_copy", [True, False])
-def test_expiry_is_renewed_by_putting_what_is_there(
-    own_redis: Server, client: Any, zero_copy: bool
-) -> None:
+def test_expiry_is_renewed_by_putting_what_is_there(own_redis: Server, client: Any, zero_copy: bool) -> None:
     store = RedisBackend(context(url_of(own_redis), ttl_s=1000, zero_copy=zero_copy))
     assert all(put(store, keys_of(2)))
     client.pexpire(PREFIX + key_of(0), 500_000)

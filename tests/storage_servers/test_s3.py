@@ -244,8 +244,11 @@ def test_cap_counts_what_is_there_at_start(own_s3: Server) -> None:
 
 def test_compressed_pages_that_are_read_count_as_what_they_are(own_s3: Server) -> None:
     """They counted as the buffers they may fill, and the next put evicted what there was room for."""
-    keys, short = keys_of(4), StorageContext(
-        FINGERPRINT, {**s3_keys(own_s3, "x"), "max_size": 2 * PAGE_BYTES}, PAGE_BYTES, ragged=True
+    keys, short = (
+        keys_of(4),
+        StorageContext(
+            FINGERPRINT, {**s3_keys(own_s3, "x"), "max_size": 2 * PAGE_BYTES}, PAGE_BYTES, ragged=True
+        ),
     )
     store = S3Backend(short)
     assert all(store.put(Batch.of(keys), [[memoryview(bytes(100))] for _ in keys]))

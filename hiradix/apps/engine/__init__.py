@@ -31,8 +31,19 @@ _HOME = {
     "Tokenizer": "hiradix.apps.engine.tokenizer",
 }
 __all__ = [
-    "Engine", "EngineBusy", "EngineConfig", "EngineInfo", "EngineStopped", "EngineThread", "Output",
-    "RequestError", "SamplingParams", "Scope", "TokenLogprob", "Tokenizer", "Usage",
+    "Engine",
+    "EngineBusy",
+    "EngineConfig",
+    "EngineInfo",
+    "EngineStopped",
+    "EngineThread",
+    "Output",
+    "RequestError",
+    "SamplingParams",
+    "Scope",
+    "TokenLogprob",
+    "Tokenizer",
+    "Usage",
 ]
 
 

@@ -165,8 +165,11 @@ class EngineConfig:
     """
 
     model_path: str = setting(
-        "model_path", Type.FOLDER, REQUIRED,
-        "Local directory of a transformers checkpoint (config, weights, tokenizer).", aliases=("model",),
+        "model_path",
+        Type.FOLDER,
+        REQUIRED,
+        "Local directory of a transformers checkpoint (config, weights, tokenizer).",
+        aliases=("model",),
         metavar="DIR",
     )
     dtype: str = setting("dtype", Type.TEXT, "float32", "Type of weights and KV pages.", choices=DTYPES)
@@ -182,26 +185,34 @@ class EngineConfig:
         "chunked_prefill_size", 512, "Most tokens one prefill pass computes; -1 prefills whole prompts."
     )
     swa_full_tokens_ratio: float | None = setting(
-        "swa_full_tokens_ratio", Type.NUMBER, None,
+        "swa_full_tokens_ratio",
+        Type.NUMBER,
+        None,
         "A pool of its own for layers with a sliding window: its tokens per token of the device pool, in (0, "
         "1].",
         default_text="one pool",
     )
     max_mamba_cache_size: int | None = _count(
-        "max_mamba_cache_size", None,
+        "max_mamba_cache_size",
+        None,
         "Recurrent states on the device, of running requests and cached ones, in models that keep such.",
         default_text="4 per running request",
     )
     context_length: int | None = _count(  # a token of a prompt and one of its answer
-        "context_length", None, "Most tokens of a prompt and its answer. Chooses a long rope's factors.",
-        minimum=2, default_text="the model's",
+        "context_length",
+        None,
+        "Most tokens of a prompt and its answer. Chooses a long rope's factors.",
+        minimum=2,
+        default_text="the model's",
     )
     num_threads: int | None = _count(
         "num_threads", None, "CPU threads of the model.", maximum=MAX_THREADS, default_text="1"
     )
     cache: HiCacheConfig = field(default_factory=HiCacheConfig)
     check: bool = setting(
-        "check_invariants", Type.BOOL, False,
+        "check_invariants",
+        Type.BOOL,
+        False,
         "Assert the tree's invariants and page conservation after every step (slow; for tests); so does the "
         "variable HIRADIX_CHECK=1.",
         env="HIRADIX_CHECK",

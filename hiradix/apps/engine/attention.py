@@ -181,8 +181,13 @@ def _prefill(step: PagedStep, index: int, layer: _Layer, query: torch.Tensor) ->
     keys, values = (each[:, :, : chunk.num_tokens - chunk.first] for each in (keys, values))
     mask = _chunk_mask(step, index, layer.window, query.dtype)
     out = scaled_dot_product_attention(
-        query[chunk.start : chunk.end].transpose(0, 1)[None], keys, values,
-        attn_mask=mask, is_causal=mask is None, scale=layer.scale, enable_gqa=True,
+        query[chunk.start : chunk.end].transpose(0, 1)[None],
+        keys,
+        values,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=layer.scale,
+        enable_gqa=True,
     )
     return out[0].transpose(0, 1)
 

@@ -1,6 +1,6 @@
 """The reference engine: one object, one thread, one `step()` at a time.
 
-    step:  apply finished transfers -> plan -> start load backs -> forward -> sample -> share, finish
+step:  apply finished transfers -> plan -> start load backs -> forward -> sample -> share, finish
 """
 
 from __future__ import annotations
@@ -242,8 +242,11 @@ class Engine:
         return True
 
     def attach_storage(
-        self, name: str, extra_config_json: str | None = None,
-        prefetch_policy: str | None = None, write_policy: str | None = None,
+        self,
+        name: str,
+        extra_config_json: str | None = None,
+        prefetch_policy: str | None = None,
+        write_policy: str | None = None,
     ) -> tuple[bool, str]:
         """Attach a storage backend while serving; (ok, message). Refused unless idle."""
         if (refused := self.refusal("attach")) is not None:
@@ -289,14 +292,22 @@ class Engine:
         """Sizes and load now."""
         config, pools = self.config, self._pools
         return EngineInfo(
-            model_name=self.model_name, model_path=config.model_path,
-            dtype=config.dtype, device=config.device, page_size=config.cache.page_size,
-            context_length=self.context_length, vocab_size=self._model.vocab_size,
+            model_name=self.model_name,
+            model_path=config.model_path,
+            dtype=config.dtype,
+            device=config.device,
+            page_size=config.cache.page_size,
+            context_length=self.context_length,
+            vocab_size=self._model.vocab_size,
             kv_bytes_per_token=pools.bytes_per_token,
-            max_total_tokens=pools.num_tokens, available_tokens=free_tokens(pools.allocator),
-            evictable_tokens=self.cache.evictable_size(), protected_tokens=self.cache.protected_size(),
-            num_running=len(self._scheduler.running), num_waiting=len(self._scheduler.waiting),
-            num_retractions=self._scheduler.num_retractions, num_steps=self.num_steps,
+            max_total_tokens=pools.num_tokens,
+            available_tokens=free_tokens(pools.allocator),
+            evictable_tokens=self.cache.evictable_size(),
+            protected_tokens=self.cache.protected_size(),
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting),
+            num_retractions=self._scheduler.num_retractions,
+            num_steps=self.num_steps,
             storage_attached=self.cache.enable_storage,
         )
 
@@ -351,8 +362,10 @@ class Engine:
 
 def _limits(config: EngineConfig, pools: EnginePools) -> SchedulerLimits:
     return SchedulerLimits(
-        max_running=config.max_running_requests, max_waiting=config.max_waiting_requests,
-        chunk_tokens=config.chunked_prefill_size, page_size=config.cache.page_size,
+        max_running=config.max_running_requests,
+        max_waiting=config.max_waiting_requests,
+        chunk_tokens=config.chunked_prefill_size,
+        page_size=config.cache.page_size,
         window=pools.window,
     )
 

@@ -21,7 +21,15 @@ from hiradix.memory import KVShape, MLAShape
 from hiradix.transfer.process_group import ProcessGroup
 
 MODEL_TYPES = (
-    "llama", "qwen2", "qwen3", "mistral", "ministral", "gemma3_text", "deepseek_v2", "deepseek_v3", *FAMILIES,
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "ministral",
+    "gemma3_text",
+    "deepseek_v2",
+    "deepseek_v3",
+    *FAMILIES,
 )
 _FULL, _WINDOW = "full_attention", "sliding_attention"
 
@@ -94,8 +102,11 @@ def kv_shape(config: Any, dtype: torch.dtype, tp_size: int = 1) -> KVShape | MLA
         return MLAShape(config.num_hidden_layers, config.kv_lora_rank, config.qk_rope_head_dim, dtype)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return KVShape(
-        num_layers=config.num_hidden_layers, num_kv_heads=config.num_key_value_heads // tp_size,
-        head_dim=head_dim, v_head_dim=head_dim, dtype=dtype,
+        num_layers=config.num_hidden_layers,
+        num_kv_heads=config.num_key_value_heads // tp_size,
+        head_dim=head_dim,
+        v_head_dim=head_dim,
+        dtype=dtype,
     )
 
 
@@ -154,7 +165,11 @@ class PagedModel:
     """
 
     def __init__(
-        self, path: str, dtype: torch.dtype, device: str, group: ProcessGroup | None = None,
+        self,
+        path: str,
+        dtype: torch.dtype,
+        device: str,
+        group: ProcessGroup | None = None,
         context_length: int | None = None,
     ) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
@@ -170,8 +185,13 @@ class PagedModel:
         try:
             with _no_progress_bars():
                 self._model = load(
-                    path, config=config, dtype=dtype, local_files_only=True, trust_remote_code=False,
-                    use_safetensors=True, attn_implementation=ATTENTION_NAME,
+                    path,
+                    config=config,
+                    dtype=dtype,
+                    local_files_only=True,
+                    trust_remote_code=False,
+                    use_safetensors=True,
+                    attn_implementation=ATTENTION_NAME,
                 ).eval()
         except (OSError, ValueError) as error:
             raise ConfigError(f"model path {path!r}: cannot load the weights: {error}") from error
@@ -206,8 +226,12 @@ class PagedModel:
             latent = {"attention_mask": self._no_mask, "past_key_values": packed.paged}
         self._current_pass.states = packed.states
         out = self._model(
-            input_ids=packed.token_ids[None], position_ids=packed.positions[None], **latent, use_cache=False,
-            logits_to_keep=packed.last_rows, paged=packed.paged,
+            input_ids=packed.token_ids[None],
+            position_ids=packed.positions[None],
+            **latent,
+            use_cache=False,
+            logits_to_keep=packed.last_rows,
+            paged=packed.paged,
         )
         if packed.states is not None:
             packed.states.commit()

@@ -174,9 +174,7 @@ def build_engine(config: EngineConfig, tp_size: int = 1, timeout_s: float = RANK
     address = f"file://{Path(folder) / 'meet'}"
     members = [Membership(rank, tp_size, address, timeout_s) for rank in range(tp_size)]
     context = multiprocessing.get_context("spawn")
-    others = [
-        context.Process(target=_run_follower, args=(member,), daemon=True) for member in members[1:]
-    ]
+    others = [context.Process(target=_run_follower, args=(member,), daemon=True) for member in members[1:]]
     try:
         for process in others:
             process.start()

@@ -37,9 +37,7 @@ class Family:
 
 
 def _short_conv(config: Any, num_layers: int, dtype: torch.dtype) -> StateShape:
-    return StateShape(
-        num_layers, config.hidden_size, config.conv_L_cache - 1, conv_dtype=dtype, dtype=dtype
-    )
+    return StateShape(num_layers, config.hidden_size, config.conv_L_cache - 1, conv_dtype=dtype, dtype=dtype)
 
 
 def _gated_delta(config: Any, num_layers: int, dtype: torch.dtype) -> StateShape:

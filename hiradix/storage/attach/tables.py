@@ -46,9 +46,7 @@ PERMITTABLE = tuple(
     name for name, table in BACKEND_SETTINGS.items() if any(one.over_http for one in table.values())
 )
 """Backends that a rule can permit over HTTP. The others run code of others."""
-KNOWN_KEYS = frozenset(
-    {"backend"}.union(CACHE_SETTINGS, COMMON_SETTINGS, *BACKEND_SETTINGS.values())
-)
+KNOWN_KEYS = frozenset({"backend"}.union(CACHE_SETTINGS, COMMON_SETTINGS, *BACKEND_SETTINGS.values()))
 """Names that an answer may repeat: of no request's making."""
 
 

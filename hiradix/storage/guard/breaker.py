@@ -60,19 +60,29 @@ class BreakerLimits:
     """
 
     failures_to_open: int = setting(
-        "breaker_failures", Type.INTEGER, 3,
+        "breaker_failures",
+        Type.INTEGER,
+        3,
         "failed calls of a kind (lookup, read, write, deletion) in a row after which no more of that kind "
         "are made",
-        minimum=1, maximum=MAX_COUNT, over_http=OPEN,
+        minimum=1,
+        maximum=MAX_COUNT,
+        over_http=OPEN,
     )
     retry_after_s: float = setting(
-        "breaker_retry_s", Type.SECONDS, 5.0,
+        "breaker_retry_s",
+        Type.SECONDS,
+        5.0,
         "until one call of that kind is let through to see whether it works again; twice as long after each "
-        "that does not", over_http=OPEN,
+        "that does not",
+        over_http=OPEN,
     )
     retry_max_s: float = setting(
-        "breaker_retry_max_s", Type.SECONDS, 60.0,
-        "the most that this becomes; less than `breaker_retry_s` means that", over_http=OPEN,
+        "breaker_retry_max_s",
+        Type.SECONDS,
+        60.0,
+        "the most that this becomes; less than `breaker_retry_s` means that",
+        over_http=OPEN,
     )
 
 

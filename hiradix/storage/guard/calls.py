@@ -53,8 +53,7 @@ def reasons_of(answer: Sequence[bool]) -> Mapping[MissReason, int]:
 
 
 def has_failed(answer: Sequence[bool]) -> bool:
-    """Whether a fault is why pages of a `get` or `put` are missing, so that they may be there all the same.
-    """
+    """Whether a fault is why pages of a `get` or `put` are missing, so that they may be there all the same."""
     return not FAULTS.isdisjoint(reasons_of(answer))
 
 
@@ -104,8 +103,7 @@ class OtherKind(CallTimeout):
 
 @dataclass(slots=True)
 class Session:
-    """One call: until when it may take, by `clock`, and where it runs. This one runs on the caller's thread.
-    """
+    """One call: until when it may take, by `clock`, and where it runs. This one runs on the caller's thread."""
 
     clock: Callable[[], float]
     deadline: float

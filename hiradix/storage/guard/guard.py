@@ -80,22 +80,37 @@ class GuardLimits:
     """
 
     deadline_s: float = setting(
-        "deadline_s", Type.SECONDS, 2.0,
-        "longest wait of one call, plus the time its bytes take at `bytes_per_s`", minimum=0.001,
-        maximum=MAX_TIMEOUT_S, over_http=OPEN,
+        "deadline_s",
+        Type.SECONDS,
+        2.0,
+        "longest wait of one call, plus the time its bytes take at `bytes_per_s`",
+        minimum=0.001,
+        maximum=MAX_TIMEOUT_S,
+        over_http=OPEN,
     )
     bytes_per_s: float = setting(
-        "bytes_per_s", Type.NUMBER, 100e6,
-        "the slowest rate that is worth waiting for", minimum=1.0, over_http=OPEN,
+        "bytes_per_s",
+        Type.NUMBER,
+        100e6,
+        "the slowest rate that is worth waiting for",
+        minimum=1.0,
+        over_http=OPEN,
     )
     num_workers: int = setting(
-        "num_workers", Type.INTEGER, 4,
+        "num_workers",
+        Type.INTEGER,
+        4,
         "calls that may be in the backend at once; with all of them hung in calls of a kind, more of that "
         "kind are misses. Those that closing the store does not end go on; at 64 in a process no store is "
-        "opened until they end", minimum=1, maximum=MAX_COUNT, over_http=OverHttp(256),
+        "opened until they end",
+        minimum=1,
+        maximum=MAX_COUNT,
+        over_http=OverHttp(256),
     )
     staging_bytes: int = setting(
-        "staging_size", Type.SIZE, 8 << 20,
+        "staging_size",
+        Type.SIZE,
+        8 << 20,
         "memory of each worker, twice that while it moves more: a longer batch passes in pieces, and one is "
         "checked while the next is read, or sealed while the one before is stored. At least one page; for "
         "`s3` room for `num_connections` pages, up to 64 MiB. Reads of `s3`, `redis` and `valkey` need none",
@@ -104,8 +119,13 @@ class GuardLimits:
     checksum: bool = field_of(CHECKSUM)
     breaker: BreakerLimits = group(BreakerLimits)
     admin_timeout_s: float = setting(
-        "admin_timeout_s", Type.SECONDS, 60.0, "longest wait for clearing and deleting", minimum=0.001,
-        maximum=MAX_TIMEOUT_S, over_http=OPEN,
+        "admin_timeout_s",
+        Type.SECONDS,
+        60.0,
+        "longest wait for clearing and deleting",
+        minimum=0.001,
+        maximum=MAX_TIMEOUT_S,
+        over_http=OPEN,
     )
 
 
@@ -202,8 +222,7 @@ class GuardedStorage:
         return self._move(Op.GET, Batch.of(keys), into)
 
     def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
-        """Store pages. They are copied before the call can be abandoned: reuse them as soon as this returns.
-        """
+        """Store pages. They are copied before the call can be abandoned: reuse them as soon as this returns."""
         return self._move(Op.PUT, Batch.of(keys), pages)
 
     @property

@@ -43,22 +43,28 @@ class JoinLimits:
     and then twice as far each time."""
 
     timeout_s: float = setting(
-        "join_timeout_s", Type.SECONDS, 30.0,
+        "join_timeout_s",
+        Type.SECONDS,
+        30.0,
         "longest wait for a store to open, at a start and in each later attempt: see "
-        "[joining](storage.md#a-store-that-is-not-there-at-start)", minimum=0.001, maximum=MAX_TIMEOUT_S,
+        "[joining](storage.md#a-store-that-is-not-there-at-start)",
+        minimum=0.001,
+        maximum=MAX_TIMEOUT_S,
         over_http=OPEN,
     )
     retry_s: float = setting(
-        "join_retry_s", Type.SECONDS, 30.0,
+        "join_retry_s",
+        Type.SECONDS,
+        30.0,
         "longest pause between two attempts to join a store that did not answer; the first are 1, 2, 4, ... "
         "seconds",
-        minimum=0.001, maximum=MAX_TIMEOUT_S, over_http=OPEN,
+        minimum=0.001,
+        maximum=MAX_TIMEOUT_S,
+        over_http=OPEN,
     )
 
 
-def opened(
-    name: str, make: Callable[[], Stores], limits: JoinLimits, declared: Traits
-) -> Stores | Joiner:
+def opened(name: str, make: Callable[[], Stores], limits: JoinLimits, declared: Traits) -> Stores | Joiner:
     """What `make` gives, or a Joiner where the store cannot be reached now or not within an attempt's time.
 
     make: raises Unreachable for a store that does not answer, and ConfigError for wrong values, which is
@@ -78,9 +84,7 @@ def opened(
 class Joiner:
     """Tries to open a store on threads of its own until it succeeds, and owns what it opens. Thread-safe."""
 
-    def __init__(
-        self, name: str, make: Callable[[], Stores], limits: JoinLimits, declared: Traits
-    ):
+    def __init__(self, name: str, make: Callable[[], Stores], limits: JoinLimits, declared: Traits):
         self.store: Stores | None = None
         self.declared = declared
         self.meters = Meters()

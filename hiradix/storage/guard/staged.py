@@ -102,9 +102,7 @@ class Staged:
             if self._sealer is not None:
                 view[-SEAL_BYTES:] = self._sealer.seal(moved.keys[index], [payload])
 
-    def _look(
-        self, moved: PageMove, chunk: range, landings: Sequence[Landing], came: Sequence[bool]
-    ) -> None:
+    def _look(self, moved: PageMove, chunk: range, landings: Sequence[Landing], came: Sequence[bool]) -> None:
         """Check those that came."""
         if self._sealer is None:
             raise Misuse("pages that are not checked passed the staging memory by")

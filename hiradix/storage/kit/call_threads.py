@@ -115,8 +115,7 @@ class CallThread:
 
 
 class LeftBehind:
-    """How many call threads of closed pools are in calls that have not ended, in this process. Thread-safe.
-    """
+    """How many call threads of closed pools are in calls that have not ended, in this process. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

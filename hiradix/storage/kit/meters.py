@@ -1,5 +1,4 @@
-"""Counters and latency figures of guarded storage. Plain numbers; the metrics floor names and exports them.
-"""
+"""Counters and latency figures of guarded storage. Plain numbers; the metrics floor names and exports them."""
 
 from __future__ import annotations
 

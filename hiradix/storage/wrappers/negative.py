@@ -22,9 +22,7 @@ class NegativeCache(Wrapper):
     What another process stores meanwhile is found only after that time; what is stored here, at once.
     """
 
-    def __init__(
-        self, inner: StorageBackend, ttl_s: float, clock: Callable[[], float] = time.monotonic
-    ):
+    def __init__(self, inner: StorageBackend, ttl_s: float, clock: Callable[[], float] = time.monotonic):
         super().__init__(inner)
         self._ttl_s, self._clock = ttl_s, clock
         self._absent: OrderedDict[str, float] = OrderedDict()  # key -> when it is asked for again

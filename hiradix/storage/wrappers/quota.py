@@ -58,21 +58,30 @@ class QuotaConfig:
     """default_bytes: of each tenant without an entry in `own`; None: no limit. path: the accounts' folder."""
 
     default_bytes: int | None = setting(
-        "quota", Type.SIZE, None,
+        "quota",
+        Type.SIZE,
+        None,
         "bytes of each tenant that `quotas` does not name; none: no limit, 0: nothing",
         over_http=OPEN,
     )
     own: Mapping[str, int] = setting(
-        "quotas", Type.SIZES, dict,
+        "quotas",
+        Type.SIZES,
+        dict,
         "bytes by tenant: `tenant:` and a tenant of [`--api-keys`](http-api.md#keys), `salt:` and the "
         "request's "
         '`cache_salt`, or, where it has none, `key:` and its `extra_key`; `""` is everybody without either',
-        to=_sizes, over_http=OPEN,
+        to=_sizes,
+        over_http=OPEN,
     )
     path: str = setting(
-        "quota_path", Type.FOLDER, "",
+        "quota_path",
+        Type.FOLDER,
+        "",
         "folder of the accounts, made if missing; one for each store, on a local disk, shared by the host's "
-        "servers of that store", default_text="required for a quota", over_http=OPEN,
+        "servers of that store",
+        default_text="required for a quota",
+        over_http=OPEN,
     )
 
     @property

@@ -27,35 +27,60 @@ class WrapConfig:
     """Which wrappers, and how they are set."""
 
     retries: int = setting(
-        "retries", Type.INTEGER, 1,
+        "retries",
+        Type.INTEGER,
+        1,
         "a call that raised is made again so often, each wait twice the one before and all of them at most "
-        "60 s; the deadline holds for all attempts together", maximum=MAX_RETRIES, over_http=OPEN,
+        "60 s; the deadline holds for all attempts together",
+        maximum=MAX_RETRIES,
+        over_http=OPEN,
     )
     retry_wait_s: float = setting(
-        "retry_wait_s", Type.SECONDS, 0.05, "wait before a call that raised is made again the first time",
-        maximum=MAX_TIMEOUT_S, over_http=OPEN,
+        "retry_wait_s",
+        Type.SECONDS,
+        0.05,
+        "wait before a call that raised is made again the first time",
+        maximum=MAX_TIMEOUT_S,
+        over_http=OPEN,
     )
     negative_ttl_s: float = setting(
-        "negative_ttl_s", Type.SECONDS, 0.0,
+        "negative_ttl_s",
+        Type.SECONDS,
+        0.0,
         "for so long a page that was absent is not asked for again; what other processes store meanwhile is "
-        "found later. 0: off", over_http=OPEN,
+        "found later. 0: off",
+        over_http=OPEN,
     )
     compression: str = setting(
-        "compression", Type.TEXT, "none",
-        "`zstd`: lossless; for `redis`, `valkey` and `s3`; `pip install 'hiradix[zstd]'`", choices=CODECS,
+        "compression",
+        Type.TEXT,
+        "none",
+        "`zstd`: lossless; for `redis`, `valkey` and `s3`; `pip install 'hiradix[zstd]'`",
+        choices=CODECS,
         over_http=OPEN,
     )
     compression_level: int = setting(
-        "compression_level", Type.INTEGER, 1, "zstd's", minimum=1, maximum=22, over_http=OPEN,
+        "compression_level",
+        Type.INTEGER,
+        1,
+        "zstd's",
+        minimum=1,
+        maximum=22,
+        over_http=OPEN,
     )
     quantise: str = setting(
-        "quantise", Type.TEXT, "none",
+        "quantise",
+        Type.TEXT,
+        "none",
         "`fp8`: **lossy**: pages take 0.52 (16 bit floats) or 0.26 (32 bit) of their size, on every backend: "
         "see [quantised pages](storage.md#quantised-pages)",
-        choices=QUANTISED, over_http=OverHttp(refused=("fp8",)),
+        choices=QUANTISED,
+        over_http=OverHttp(refused=("fp8",)),
     )
     encryption_key_file: str = setting(
-        "encryption_key_file", Type.FILE, "",
+        "encryption_key_file",
+        Type.FILE,
+        "",
         "pages are encrypted: a file of 32 bytes, raw, hex or base64; `pip install 'hiradix[encryption]'`",
         over_http=OPEN,
     )

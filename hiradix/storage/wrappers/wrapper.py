@@ -105,8 +105,7 @@ class CodingWrapper(Wrapper):
 
     @abstractmethod
     def _unpack(self, key: str, stored: memoryview, page: Page) -> MissReason | None:
-        """Fill the page with what `stored`, of `_most_bytes`, begins with; why not, if it makes no such page.
-        """
+        """Fill the page with what `stored`, of `_most_bytes`, begins with; why not, if it makes no such page."""
 
     def get(self, batch: Batch, into: Sequence[Page]) -> list[bool]:
         stored = [memoryview(bytearray(self._most_bytes(page_bytes(page)))) for page in into]

@@ -131,9 +131,7 @@ def _may_not(pages: OrderedDict[Name, Linked], waiting: Waiting, label: Name, ke
     return _renew(pages, waiting, label, kept) or label in kept
 
 
-def _look_behind(
-    pages: OrderedDict[Name, Linked], waiting: Waiting, label: Name, kept: set[Name]
-) -> None:
+def _look_behind(pages: OrderedDict[Name, Linked], waiting: Waiting, label: Name, kept: set[Name]) -> None:
     """Find out which page behind one is the latest: that which was used last may be gone, or another is to
     be kept."""
     known = waiting.parting[label]
@@ -148,9 +146,7 @@ def _look_behind(
         kept.add(label)
 
 
-def _in_order(
-    pages: OrderedDict[Name, Linked], waiting: Waiting, kept: Collection[Name]
-) -> Iterator[Name]:
+def _in_order(pages: OrderedDict[Name, Linked], waiting: Waiting, kept: Collection[Name]) -> Iterator[Name]:
     for label, page in pages.items():
         if label not in kept and not waiting.has(label, page):
             yield label

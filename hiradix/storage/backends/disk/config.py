@@ -59,64 +59,109 @@ class DiskConfig:
     ALSO: ClassVar = (CHECKSUM,)
 
     path: Path = setting(
-        PATH_KEY, Type.FOLDER, default_path, "the directory; made if missing", to=_checked_path,
-        default_text="`$XDG_CACHE_HOME/hiradix/disk`, else `~/.cache/hiradix/disk`", over_http=OPEN,
+        PATH_KEY,
+        Type.FOLDER,
+        default_path,
+        "the directory; made if missing",
+        to=_checked_path,
+        default_text="`$XDG_CACHE_HOME/hiradix/disk`, else `~/.cache/hiradix/disk`",
+        over_http=OPEN,
     )
     max_bytes: int = setting(
-        "max_size", Type.SIZE, 32 << 30,
+        "max_size",
+        Type.SIZE,
+        32 << 30,
         "cap on everything in the directory, the log and blocks not yet used included, of all models and "
-        "processes together", over_http=OPEN,
+        "processes together",
+        over_http=OPEN,
     )
     min_free_bytes: int = setting(
-        "min_free_space", Type.SIZE, 1 << 30,
-        "what must stay free on the file system: no segment is added that would take of it", over_http=OPEN,
+        "min_free_space",
+        Type.SIZE,
+        1 << 30,
+        "what must stay free on the file system: no segment is added that would take of it",
+        over_http=OPEN,
     )
     max_segment_bytes: int = setting(
-        "segment_size", Type.SIZE, MAX_SEGMENT_BYTES,
-        "longest segment file; a segment is at most a sixteenth of `max_size`", over_http=OPEN,
+        "segment_size",
+        Type.SIZE,
+        MAX_SEGMENT_BYTES,
+        "longest segment file; a segment is at most a sixteenth of `max_size`",
+        over_http=OPEN,
     )
     verify: str = setting(
-        "verify", Type.TEXT, "always",
+        "verify",
+        Type.TEXT,
+        "always",
         "when a page's checksum is computed on reading. `always`: each time, from the page cache too, since "
         "what is there can be overwritten as well; a thread of its own does it beside the next read. "
         "`recovered`: once for each page that this process has not written itself. `off`: no checksums "
         "at all",
-        choices=VERIFY, over_http=OverHttp(refused=("recovered", "off")),
+        choices=VERIFY,
+        over_http=OverHttp(refused=("recovered", "off")),
     )
     engine: str = setting(
-        "io_engine", Type.TEXT, "auto",
+        "io_engine",
+        Type.TEXT,
+        "auto",
         "`threads` are preadv and pwritev; `auto`: io_uring where the kernel allows it",
-        choices=ENGINES, over_http=OPEN,
+        choices=ENGINES,
+        over_http=OPEN,
     )
     direct: bool | None = setting(
-        "direct_io", Type.TEXT, "auto", "`auto`: O_DIRECT where the file system takes it",
-        choices=("auto", "on", "off"), to={"auto": None, "on": True, "off": False}.get, over_http=OPEN,
+        "direct_io",
+        Type.TEXT,
+        "auto",
+        "`auto`: O_DIRECT where the file system takes it",
+        choices=("auto", "on", "off"),
+        to={"auto": None, "on": True, "off": False}.get,
+        over_http=OPEN,
     )
     direct_writes: bool = setting(
-        "direct_writes", Type.BOOL, False,
+        "direct_writes",
+        Type.BOOL,
+        False,
         "write past the page cache too. Without it what was stored lately is read back at memory speed, for "
-        "as long as the kernel has memory to spare", over_http=OPEN,
+        "as long as the kernel has memory to spare",
+        over_http=OPEN,
     )
     use_cache: bool = setting(
-        "use_page_cache", Type.BOOL, True,
-        "look for pages in the page cache before reading from disk (`cachestat`, Linux 6.5)", over_http=OPEN,
+        "use_page_cache",
+        Type.BOOL,
+        True,
+        "look for pages in the page cache before reading from disk (`cachestat`, Linux 6.5)",
+        over_http=OPEN,
     )
     num_threads: int = setting(
-        "io_threads", Type.INTEGER, 4, "threads of the engine `threads`", minimum=1, maximum=MAX_COUNT,
+        "io_threads",
+        Type.INTEGER,
+        4,
+        "threads of the engine `threads`",
+        minimum=1,
+        maximum=MAX_COUNT,
         over_http=OverHttp(256),
     )
     touch_interval_s: float = setting(
-        "touch_interval_s", Type.SECONDS, 60.0,
+        "touch_interval_s",
+        Type.SECONDS,
+        60.0,
         "a use is written to the log when the last one there is older: recency for other processes and after "
-        "a restart", over_http=OPEN,
+        "a restart",
+        over_http=OPEN,
     )
     lock_timeout_s: float = setting(
-        "lock_timeout_s", Type.SECONDS, 1.0,
+        "lock_timeout_s",
+        Type.SECONDS,
+        1.0,
         "longest wait for the directory's lock; after it a put fails. Reads take no lock",
-        maximum=MAX_TIMEOUT_S, over_http=OPEN,
+        maximum=MAX_TIMEOUT_S,
+        over_http=OPEN,
     )
     fsync: bool = setting(
-        "fsync", Type.BOOL, False, "make log and pages survive a power failure before a put is acknowledged",
+        "fsync",
+        Type.BOOL,
+        False,
+        "make log and pages survive a power failure before a put is acknowledged",
         over_http=OPEN,
     )
 

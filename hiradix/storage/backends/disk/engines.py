@@ -38,9 +38,7 @@ class IOEngine(Protocol):
 
     name: str
 
-    def run(
-        self, operations: Sequence[Operation], write: bool, wave: int, depth: int = 0
-    ) -> Completions:
+    def run(self, operations: Sequence[Operation], write: bool, wave: int, depth: int = 0) -> Completions:
         """Results as they come, at least `wave` at a time if possible, of at most `depth` operations at once.
 
         When the iterator ends or is closed, nothing is under way any more.
@@ -60,9 +58,7 @@ class UringEngine:
     def __init__(self) -> None:
         self._rings = RingPool()
 
-    def run(
-        self, operations: Sequence[Operation], write: bool, wave: int, depth: int = 0
-    ) -> Completions:
+    def run(self, operations: Sequence[Operation], write: bool, wave: int, depth: int = 0) -> Completions:
         prepared = np.zeros(len(operations), OPERATION)
         keep = _fill(prepared, operations, write)
         yield from self._rings.run(prepared, wave, depth)
@@ -101,9 +97,7 @@ class ThreadEngine:
         self._num_threads = num_threads
         self._executor = ThreadPoolExecutor(num_threads, "hiradix-disk")
 
-    def run(
-        self, operations: Sequence[Operation], write: bool, wave: int, depth: int = 0
-    ) -> Completions:
+    def run(self, operations: Sequence[Operation], write: bool, wave: int, depth: int = 0) -> Completions:
         share = max(1, -(-len(operations) // self._num_threads))
         if depth:  # the caller looks at what has come while the rest is read
             share = min(share, max(1, wave))

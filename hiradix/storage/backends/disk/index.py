@@ -83,9 +83,7 @@ class Shelf:
         """A page is used that has `front` in front of it in its chain."""
         link(cast(OrderedDict[Name, Linked], self.pages), self.waiting, label, front)
 
-    def link_all(
-        self, labels: Sequence[Name], fronts: Callable[[], Sequence[Name | None]]
-    ) -> None:
+    def link_all(self, labels: Sequence[Name], fronts: Callable[[], Sequence[Name | None]]) -> None:
         """The same of a call's pages, if that is not known of its last. fronts: says what is in front."""
         last = self.pages.get(labels[-1]) if labels else None
         if last is not None and last.front is None:
@@ -224,8 +222,7 @@ class Index:
             self._drop_segment(number)
 
     def sort(self, now_ns: int) -> None:
-        """Put all shelves in order of use, as far as that is believed, without what reading has left behind.
-        """
+        """Put all shelves in order of use, as far as that is believed, without what reading has left behind."""
         for entry in self.by_place.values():
             if entry.used_ns > now_ns:
                 entry.used_ns = believed(entry.used_ns, now_ns)

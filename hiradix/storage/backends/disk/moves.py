@@ -267,8 +267,7 @@ class _Run:
         """Addresses and lengths of each page. Looked up when first asked for: 0.7 us a page."""
         if self._spans is None:
             self._spans = [
-                [(address_of(view), view.nbytes) for view in page if view.nbytes]
-                for page in self.pages
+                [(address_of(view), view.nbytes) for view in page if view.nbytes] for page in self.pages
             ]
         return self._spans
 

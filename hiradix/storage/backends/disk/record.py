@@ -106,9 +106,7 @@ def unpack(raw: bytes, log_number: int, position: int) -> Iterator[Record | None
         if crc != crc32(whole[start : start + _BODY_BYTES], (seed + index) & _MASK) or mark != _MAGIC:
             yield None
         else:
-            yield Record(
-                kind, segment, slot, version, space, key, length, method, total, used_ns, flags
-            )
+            yield Record(kind, segment, slot, version, space, key, length, method, total, used_ns, flags)
 
 
 def header_of(raw: bytes) -> tuple[int, int] | None:

@@ -87,8 +87,7 @@ class SegmentFolder:
         self._open.pop(number, None)
 
     def remove(self, number: int) -> None:
-        """Delete a segment's file; its blocks are free at once, whoever still has it open. A link goes alone.
-        """
+        """Delete a segment's file; its blocks are free at once, whoever still has it open. A link goes alone."""
         self.forget(number)
         path = self.path(number)
         try:

@@ -1,8 +1,8 @@
 """The directory of the `disk` backend: its lock, its log and segment files, and room for more pages.
 
-    hiradix.lock               lock of the directory
-    log                        the log
-    segment-<number>.pages     slots of one size, all blocks allocated when it is made
+hiradix.lock               lock of the directory
+log                        the log
+segment-<number>.pages     slots of one size, all blocks allocated when it is made
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ class DiskStore:
     were found damaged are forgotten by this process alone.
     """
 
-    def __init__(
-        self, config: DiskConfig, namespace: bytes, slot_size: int, time_ns: Callable[[], int]
-    ):
+    def __init__(self, config: DiskConfig, namespace: bytes, slot_size: int, time_ns: Callable[[], int]):
         self._config = config
         self._namespace = namespace
         self.slot_size = slot_size

@@ -112,9 +112,7 @@ class FileBackend(StorageBackend):
     def exists(self, batch: Batch) -> int:
         self._check(batch)
         for index, key in enumerate(batch):
-            if key in self._bad or (
-                key not in self._room and not os.path.exists(self._folder.path(key))
-            ):
+            if key in self._bad or (key not in self._room and not os.path.exists(self._folder.path(key))):
                 return index
         return len(batch)
 
@@ -206,8 +204,7 @@ class FileBackend(StorageBackend):
                 self._room.forget(self._folder.name(folder, os.path.basename(path)))
 
     def close(self) -> None:
-        """Waits for puts under way, at most `CLOSE_TIMEOUT_S`; a longer one fails and leaves no file.
-        """
+        """Waits for puts under way, at most `CLOSE_TIMEOUT_S`; a longer one fails and leaves no file."""
         if not self._closed:
             self._closed = True
             self._puts.close(CLOSE_TIMEOUT_S)
@@ -256,9 +253,7 @@ class FileBackend(StorageBackend):
         with self._counts_lock:
             self._counts[name] += number
 
-    def _use(
-        self, batch: Batch, pages: Sequence[Page], ok: Sequence[bool], used_ns: Sequence[int]
-    ) -> None:
+    def _use(self, batch: Batch, pages: Sequence[Page], ok: Sequence[bool], used_ns: Sequence[int]) -> None:
         """Those pages of a call that are there were used then."""
         for key, page, good, at_ns, front in zip(batch, pages, ok, used_ns, batch.fronts()):
             if good:
@@ -346,8 +341,7 @@ class FileBackend(StorageBackend):
             self._count("touch_errors")
 
     def _next_group(self, todo: list[FileWrite]) -> list[FileWrite]:
-        """How many pages to reserve and write at once: a share of the cap, so that a batch fills it in order.
-        """
+        """How many pages to reserve and write at once: a share of the cap, so that a batch fills it in order."""
         limit = min(GROUP_BYTES, self.config.max_bytes // 8)
         total = 0
         for count, write in enumerate(todo):

@@ -39,39 +39,59 @@ class FileConfig:
         _sglangs("enable_metadata_cache", Type.BOOL),
         _sglangs("metadata_ttl", Type.NUMBER),
         Setting(
-            "eviction_ratio", Type.NUMBER, None,
+            "eviction_ratio",
+            Type.NUMBER,
+            None,
             "SGLang's, without effect: eviction removes what is needed and at most 1/64 of the cap more",
             over_http=OPEN,
         ),
     )
 
     path: Path = setting(
-        PATH_KEY, Type.FOLDER, default_path,
-        f"the directory; made if missing. The environment variable `{PATH_ENV}` beats it", env=PATH_ENV,
+        PATH_KEY,
+        Type.FOLDER,
+        default_path,
+        f"the directory; made if missing. The environment variable `{PATH_ENV}` beats it",
+        env=PATH_ENV,
         to=lambda text: Path(text).expanduser().absolute(),
-        default_text="`$XDG_CACHE_HOME/hiradix/pages`, else `~/.cache/hiradix/pages`", over_http=OPEN,
+        default_text="`$XDG_CACHE_HOME/hiradix/pages`, else `~/.cache/hiradix/pages`",
+        over_http=OPEN,
     )
     path_source: str = flag(PATH_KEY)
     max_bytes: int = setting(
-        "max_size", Type.SIZE, 32 << 30,
-        "cap on all page files in the directory, of all models and processes together", over_http=OPEN,
+        "max_size",
+        Type.SIZE,
+        32 << 30,
+        "cap on all page files in the directory, of all models and processes together",
+        over_http=OPEN,
     )
     min_free_bytes: int = setting(
-        "min_free_space", Type.SIZE, 1 << 30,
+        "min_free_space",
+        Type.SIZE,
+        1 << 30,
         "what must stay free on the file system; pages are evicted, then refused, to keep it so",
         over_http=OPEN,
     )
     touch_interval_s: float = setting(
-        "touch_interval_s", Type.SECONDS, 60.0,
+        "touch_interval_s",
+        Type.SECONDS,
+        60.0,
         "a read renews a file's time stamp (its recency for other processes and after a restart) when it is "
-        "older than this", over_http=OPEN,
+        "older than this",
+        over_http=OPEN,
     )
     lock_timeout_s: float = setting(
-        "lock_timeout_s", Type.SECONDS, 1.0, "longest wait for the directory's lock; after it a put fails",
-        maximum=MAX_TIMEOUT_S, over_http=OPEN,
+        "lock_timeout_s",
+        Type.SECONDS,
+        1.0,
+        "longest wait for the directory's lock; after it a put fails",
+        maximum=MAX_TIMEOUT_S,
+        over_http=OPEN,
     )
     fsync: bool = setting(
-        "fsync", Type.BOOL, False,
+        "fsync",
+        Type.BOOL,
+        False,
         "flush each page before it gets its name. Without it a power failure may cost pages, never "
         "correctness",
         over_http=OPEN,

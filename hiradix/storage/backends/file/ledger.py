@@ -1,5 +1,4 @@
-"""One lock and one number per directory: how many bytes its page files take, agreed by all processes in it.
-"""
+"""One lock and one number per directory: how many bytes its page files take, agreed by all processes in it."""
 
 from __future__ import annotations
 

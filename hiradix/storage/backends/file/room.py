@@ -1,5 +1,4 @@
-"""Who gets space in the directory: reservations against the cap, and eviction of what was used longest ago.
-"""
+"""Who gets space in the directory: reservations against the cap, and eviction of what was used longest ago."""
 
 from __future__ import annotations
 
@@ -43,9 +42,7 @@ class Room:
     3. Who unlinks a file takes it out of the ledger; unlink succeeds for one process only.
     """
 
-    def __init__(
-        self, config: FileConfig, folder: PageDir, ledger: Ledger, time_ns: Callable[[], int]
-    ):
+    def __init__(self, config: FileConfig, folder: PageDir, ledger: Ledger, time_ns: Callable[[], int]):
         self._config = config
         self._folder = folder
         self._ledger = ledger

@@ -28,24 +28,36 @@ class NixlConfig:
     """Who moves the bytes, and how. rest: the keys of the store, as of `file` or `s3`."""
 
     plugin: str = setting(
-        "plugin", Type.TEXT, "POSIX",
+        "plugin",
+        Type.TEXT,
+        "POSIX",
         "`GDS` and `GDS_MT` where they are installed: these three with the keys of `file`; `OBJ`: with those "
         "of `s3`",
-        choices=PLUGINS, over_http=OPEN,
+        choices=PLUGINS,
+        over_http=OPEN,
     )
     plugin_options: Mapping[str, str] = setting(
-        "plugin_options", Type.OBJECT, dict,
+        "plugin_options",
+        Type.OBJECT,
+        dict,
         "the plugin's own parameters, as texts; for `POSIX` the first of `use_uring`, `use_aio`, "
-        "`use_posix_aio` that works", to=_texts,
+        "`use_posix_aio` that works",
+        to=_texts,
     )
     buffer_bytes: int = setting(
-        "buffer_size", Type.SIZE, 16 << 20,
+        "buffer_size",
+        Type.SIZE,
+        16 << 20,
         "registered memory of each call, for pages that are not in the host pool",
         over_http=OverHttp(float(1 << 30)),
     )
     zero_copy: bool = setting(
-        "zero_copy", Type.BOOL, None, "calls run on the caller's thread and move the host pool's own pages",
-        default_text="true for files", over_http=OPEN,
+        "zero_copy",
+        Type.BOOL,
+        None,
+        "calls run on the caller's thread and move the host pool's own pages",
+        default_text="true for files",
+        over_http=OPEN,
     )
     rest: Mapping[str, Any] = field(default_factory=dict, repr=False)
 

@@ -36,9 +36,7 @@ def _tls_file(name: str, text: str) -> Any:
 
 
 def _wait(name: str, text: str) -> Any:
-    return setting(
-        name, Type.SECONDS, 1.0, text, minimum=0.001, maximum=MAX_TIMEOUT_S, over_http=OPEN
-    )
+    return setting(name, Type.SECONDS, 1.0, text, minimum=0.001, maximum=MAX_TIMEOUT_S, over_http=OPEN)
 
 
 @dataclass(frozen=True)
@@ -51,57 +49,96 @@ class RedisConfig:
     ALSO: ClassVar = (CHECKSUM,)
 
     url: str = setting(
-        "url", Type.ADDRESS, "redis://127.0.0.1:6379/0",
+        "url",
+        Type.ADDRESS,
+        "redis://127.0.0.1:6379/0",
         "`redis://`, `rediss://` (TLS) or `unix://`, as redis-py reads it; `/ ? # @ [ ]` in user and "
-        "password are percent-encoded", over_http=OPEN, shown=False,
+        "password are percent-encoded",
+        over_http=OPEN,
+        shown=False,
     )
     username: str = setting(
-        "username", Type.TEXT, "", "AUTH; only once, the `url` included", over_http=OPEN, shown=False,
+        "username",
+        Type.TEXT,
+        "",
+        "AUTH; only once, the `url` included",
+        over_http=OPEN,
+        shown=False,
     )
     password: str = setting(
         "password", Type.SECRET, "", "AUTH; only once, the `url` included", over_http=OPEN
     )
     password_file: str = setting(
-        "password_file", Type.FILE, "", "the password is its text without the line end", over_http=OPEN,
+        "password_file",
+        Type.FILE,
+        "",
+        "the password is its text without the line end",
+        over_http=OPEN,
     )
     tls_ca_file: str = _tls_file("tls_ca_file", "certificates to trust; without it the system's are used")
     tls_cert_file: str = _tls_file("tls_cert_file", "this client's certificate")
     tls_key_file: str = _tls_file("tls_key_file", "the key of `tls_cert_file`")
     sentinels: tuple[tuple[str, int], ...] = setting(
-        "sentinels", Type.ADDRESS, "",
+        "sentinels",
+        Type.ADDRESS,
+        "",
         '`"host:port,host:port"`: ask these for the master; user, password, database and TLS of the master '
-        "are the `url`'s, its host is not used", to=_sentinels, over_http=OPEN,
+        "are the `url`'s, its host is not used",
+        to=_sentinels,
+        over_http=OPEN,
     )
     sentinel_service: str = setting(
-        "sentinel_service", Type.TEXT, "mymaster", "the master's name", over_http=OPEN,
+        "sentinel_service",
+        Type.TEXT,
+        "mymaster",
+        "the master's name",
+        over_http=OPEN,
     )
     sentinel_password: str = setting(
-        "sentinel_password", Type.SECRET, "", "password of the sentinels themselves", over_http=OPEN,
+        "sentinel_password",
+        Type.SECRET,
+        "",
+        "password of the sentinels themselves",
+        over_http=OPEN,
     )
     sentinel_tls: bool = setting(
-        "sentinel_tls", Type.BOOL, False, "the sentinels speak TLS, too, with the `url`'s settings and files",
+        "sentinel_tls",
+        Type.BOOL,
+        False,
+        "the sentinels speak TLS, too, with the `url`'s settings and files",
         over_http=OPEN,
     )
     cluster: bool = setting(
-        "cluster", Type.BOOL, False, "the server is a node of a cluster; slots that move are followed",
+        "cluster",
+        Type.BOOL,
+        False,
+        "the server is a node of a cluster; slots that move are followed",
         over_http=OPEN,
     )
     key_prefix: str = setting(
-        "key_prefix", Type.TEXT, "hiradix",
+        "key_prefix",
+        Type.TEXT,
+        "hiradix",
         "keys are `<key_prefix>:<fingerprint>:<page>`; `clear` removes those of its own fingerprint",
         over_http=OPEN,
     )
     ttl_s: float = setting(
-        "ttl_s", Type.SECONDS, 0.0,
+        "ttl_s",
+        Type.SECONDS,
+        0.0,
         "a page is forgotten this long after it was last stored or read, at least 0.001; 0 never (else needs "
-        "Redis 6.2)", over_http=OPEN,
+        "Redis 6.2)",
+        over_http=OPEN,
     )
     timeout_s: float = _wait("timeout_s", "longest silence of the server within a call")
     connect_timeout_s: float = _wait("connect_timeout_s", "longest wait for a connection")
     zero_copy: bool = setting(
-        "zero_copy", Type.BOOL, True,
+        "zero_copy",
+        Type.BOOL,
+        True,
         "pages are sent from staging memory, and copied to their place as they come from the socket; false: "
-        "through redis-py, with two copies more", over_http=OPEN,
+        "through redis-py, with two copies more",
+        over_http=OPEN,
     )
     secrets: Mapping[str, Any] = field(default_factory=dict, repr=False)
 

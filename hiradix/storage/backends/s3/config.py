@@ -30,47 +30,88 @@ class S3Config:
     ALSO: ClassVar = (CHECKSUM,)
 
     url: str = setting(
-        "url", Type.ADDRESS, "",
+        "url",
+        Type.ADDRESS,
+        "",
         "`s3://bucket/prefix`, `gs://...`, `az://...`; objects are `<url>/<fingerprint>/<page>`",
-        default_text="required", over_http=OPEN,
+        default_text="required",
+        over_http=OPEN,
     )
     endpoint: str = setting(
-        "endpoint", Type.ADDRESS, "",
+        "endpoint",
+        Type.ADDRESS,
+        "",
         "address of a server that is not the provider's; an `http://` endpoint is spoken to without TLS; an "
-        "address with a user or password in it is refused", default_text="the provider's", over_http=OPEN,
+        "address with a user or password in it is refused",
+        default_text="the provider's",
+        over_http=OPEN,
     )
     region: str = setting(  # a part of the host's name
-        "region", Type.ADDRESS, "", "the bucket's region", default_text="the provider's", over_http=OPEN,
+        "region",
+        Type.ADDRESS,
+        "",
+        "the bucket's region",
+        default_text="the provider's",
+        over_http=OPEN,
     )
     access_key_id: str = _credential("access_key_id", "as obstore reads it")
     secret_access_key: str = _credential("secret_access_key", "as obstore reads it")
     session_token: str = _credential("session_token", "as obstore reads it")
     store_options: Mapping[str, Any] = setting(
-        "store_options", Type.OBJECT, dict, "any other setting of obstore's store, by its name",
+        "store_options",
+        Type.OBJECT,
+        dict,
+        "any other setting of obstore's store, by its name",
         to=lambda values: {str(name): value for name, value in values.items()},
     )
     max_bytes: int = setting(
-        "max_size", Type.SIZE, 0,
-        "cap on this fingerprint's objects, kept by this process; 0: none", over_http=OPEN,
+        "max_size",
+        Type.SIZE,
+        0,
+        "cap on this fingerprint's objects, kept by this process; 0: none",
+        over_http=OPEN,
     )
     timeout_s: float = setting(
-        "timeout_s", Type.SECONDS, 5.0, "longest wait for one request", minimum=0.001, maximum=MAX_TIMEOUT_S,
+        "timeout_s",
+        Type.SECONDS,
+        5.0,
+        "longest wait for one request",
+        minimum=0.001,
+        maximum=MAX_TIMEOUT_S,
         over_http=OPEN,
     )
     connect_timeout_s: float = setting(
-        "connect_timeout_s", Type.SECONDS, 1.0, "longest wait for its connection", minimum=0.001,
-        maximum=MAX_TIMEOUT_S, over_http=OPEN,
+        "connect_timeout_s",
+        Type.SECONDS,
+        1.0,
+        "longest wait for its connection",
+        minimum=0.001,
+        maximum=MAX_TIMEOUT_S,
+        over_http=OPEN,
     )
     retries: int = setting(
-        "request_retries", Type.INTEGER, 1, "a failed request is sent so often again", maximum=MAX_COUNT,
+        "request_retries",
+        Type.INTEGER,
+        1,
+        "a failed request is sent so often again",
+        maximum=MAX_COUNT,
         over_http=OverHttp(100),
     )
     retry_timeout_s: float = setting(
-        "retry_timeout_s", Type.SECONDS, 5.0, "all attempts of a request together take at most this",
-        maximum=MAX_TIMEOUT_S, over_http=OPEN,
+        "retry_timeout_s",
+        Type.SECONDS,
+        5.0,
+        "all attempts of a request together take at most this",
+        maximum=MAX_TIMEOUT_S,
+        over_http=OPEN,
     )
     num_connections: int = setting(
-        "num_connections", Type.INTEGER, 16, "requests at once", minimum=1, maximum=MAX_COUNT,
+        "num_connections",
+        Type.INTEGER,
+        16,
+        "requests at once",
+        minimum=1,
+        maximum=MAX_COUNT,
         over_http=OverHttp(256),
     )
 
@@ -80,7 +121,9 @@ class S3Config:
         config = read_keys(S3Config, values, "s3")
         url, settings = config.url, config.settings
         if not url.startswith(SCHEMES):
-            raise ConfigError(f"{flag('url')} must begin with one of {', '.join(SCHEMES)}, as in s3://bucket/x")
+            raise ConfigError(
+                f"{flag('url')} must begin with one of {', '.join(SCHEMES)}, as in s3://bucket/x"
+            )
         endpoints = {key: str(value) for key, value in settings.items() if "endpoint" in key.lower()}
         for key, address in {"url": url, **endpoints}.items():
             if _PASSWORD.match(address):  # addresses stand in errors, ours and obstore's

@@ -81,16 +81,23 @@ class SglangNaming:
     nothing of whose page it is, so whatever has the right length is believed."""
 
     naming: str = setting(
-        "naming", Type.TEXT, "hiradix",
-        "`sglang`: [SGLang's own files](backends.md#sglangs-files)", choices=NAMINGS
+        "naming",
+        Type.TEXT,
+        "hiradix",
+        "`sglang`: [SGLang's own files](backends.md#sglangs-files)",
+        choices=NAMINGS,
     )
     model: str | None = setting(
-        "sglang_model_name", Type.TEXT, None,
+        "sglang_model_name",
+        Type.TEXT,
+        None,
         "with `naming` `sglang`: the name SGLang serves the model under",
         default_text="the model's name",
     )
     is_mla: bool = setting(
-        "is_mla_model", Type.BOOL, False,
+        "is_mla_model",
+        Type.BOOL,
+        False,
         "with `naming` `sglang`: one file for all tensor parallel ranks, as SGLang does for latent attention",
     )
 
@@ -288,9 +295,7 @@ class SglangFileBackend(StorageBackend):
             return self._bad.get(key) == _looks(os.lstat(self._path(key)))
         return False
 
-    def _use(
-        self, batch: Batch, pages: Sequence[Page], ok: Sequence[bool], used_ns: Sequence[int]
-    ) -> None:
+    def _use(self, batch: Batch, pages: Sequence[Page], ok: Sequence[bool], used_ns: Sequence[int]) -> None:
         """Those pages of a call that are there were used then."""
         with self._lock:
             for key, page, good, at_ns, front in zip(batch, pages, ok, used_ns, batch.fronts()):

@@ -40,8 +40,11 @@ class TierConfig:
     upper: Mapping[str, Any] = _half("upper")
     lower: Mapping[str, Any] = _half("lower")
     promote: bool = setting(
-        "promote", Type.BOOL, True,
-        "what was found in `lower` only is put into `upper` on its way", over_http=OPEN
+        "promote",
+        Type.BOOL,
+        True,
+        "what was found in `lower` only is put into `upper` on its way",
+        over_http=OPEN,
     )
 
 
