@@ -315,6 +315,12 @@ class NoRegret:
         self.num_refused[move] += num_pages
         return False
 
+    def computing_s(self, num_pages: float) -> float:
+        """What computing is predicted to take beside a forward's fixed part, of agreed numbers; 0 if nothing
+        is known."""
+        speed = self._computing()
+        return num_pages / speed if speed > 0 else 0.0
+
     def predicted_s(self, move: GatedTransfer, num_pages: int) -> float:
         """What a transfer is predicted to take, of agreed numbers; 0 if nothing is known."""
         speed = self._speed[move]()
