@@ -16,6 +16,7 @@ from hiradix.tree.native import mypyc_attr
 from hiradix.tree.node import Residency
 
 HINTS = ("end_of_session", "keep_alive")
+STOPS = ("tool_use", "end_turn", "length", "abort")
 MIN_GHOSTS = 1 << 16  # blocks
 GHOSTS_PER_BLOCK = 4
 
@@ -29,14 +30,30 @@ def known_hint(hint: str) -> str:
 
 @mypyc_attr(acyclic=True)
 class Finished:
-    """What is known of a request when it ends. hint: one of `HINTS`, or None; ValueError for others."""
+    """What is known of a request when it ends.
 
-    __slots__ = ("prompt_tokens", "output_tokens", "hint")
+    hint: one of `HINTS`, or None. session: the client's name of the session it belongs to; stop: why its answer
+    ended, of `STOPS`; both "" where nobody knows, and other text counts as unknown. ValueError for other hints,
+    TypeError for what is no text.
+    """
 
-    def __init__(self, prompt_tokens: int, output_tokens: int, hint: str | None = None):
+    __slots__ = ("prompt_tokens", "output_tokens", "hint", "session", "stop")
+
+    def __init__(
+        self,
+        prompt_tokens: int,
+        output_tokens: int,
+        hint: str | None = None,
+        session: str = "",
+        stop: str = "",
+    ):
+        if not (isinstance(session, str) and isinstance(stop, str)):
+            raise TypeError(f"session and stop must be text, got {session!r:.64} and {stop!r:.64}")
         self.prompt_tokens = prompt_tokens
         self.output_tokens = output_tokens
         self.hint = None if hint is None else known_hint(hint)
+        self.session = session
+        self.stop = stop
 
 
 @mypyc_attr(acyclic=True)

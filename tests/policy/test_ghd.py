@@ -8,6 +8,7 @@ import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -391,3 +392,13 @@ def test_what_a_request_leaves_is_freed_without_the_collector_which_does_not_loo
         assert sys.getrefcount(name) == before
     finally:
         gc.enable()
+
+
+def test_what_is_said_of_a_request_that_ends_is_text() -> None:
+    told = Finished(512, 9, session="s", stop="tool_use")
+    assert (told.session, told.stop, told.hint) == ("s", "tool_use", None)
+    assert (Finished(512, 9).session, Finished(512, 9).stop) == ("", "")
+    bad: list[tuple[Any, Any]] = [(None, ""), (7, ""), ("", None), ("", b"end_turn")]
+    for session, stop in bad:
+        with pytest.raises(TypeError):
+            Finished(512, 9, None, session, stop)

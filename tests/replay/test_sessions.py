@@ -155,6 +155,15 @@ def test_equal_fleets_are_equal_and_other_seeds_are_not(tmp_path: Path) -> None:
     assert [time_s for time_s, _ in shown(fleet)] == sorted(time_s for time_s, _ in shown(fleet))
 
 
+def test_a_fleets_requests_say_whose_they_are_and_why_their_answers_ended(tmp_path: Path) -> None:
+    below = {"type": "subagent", "t": 3.0, "requests": [request(0, 7, stop="end_turn")], "tool_tokens": 0}
+    path = written(tmp_path, session("a", request(0, *IDS[:16]), below, request(9, *IDS, stop="end_turn")))
+    calls = read_trace(path).calls
+    assert [(call.session, call.stop) for call in calls] == [
+        ("a", "tool_use"), ("a/1", "end_turn"), ("a", "end_turn"),
+    ]  # fmt: skip
+
+
 def test_too_few_sessions_and_bad_flags_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(written(tmp_path, *many(3)))
     for flags, said in (

@@ -297,7 +297,8 @@ class ClosedLoop:
         if call.lock is None or call.done is None or call.pages is None:
             raise Misuse("an answer without a prompt")
         simulated, tree = self.simulated, self.simulated.tree
-        ended = Finished(len(call.key) * BLOCK, call.what.output_tokens)
+        named = "" if self._continuations else call.session
+        ended = Finished(len(call.key) * BLOCK, call.what.output_tokens, session=named, stop=call.what.stop)
         simulated.cache.finished(call.key, call.done.node, ended)
         simulated.settle()
         tree.unlock(call.lock)

@@ -91,7 +91,7 @@ class Player:
         pages = simulated.device.alloc(short) if short else np.empty(0, np.int32)
         if pages is None:
             raise Misuse(f"{short} of {simulated.device.available} device blocks")
-        ended = Finished(call.prompt_tokens, call.output_tokens, call.hint)
+        ended = Finished(call.prompt_tokens, call.output_tokens, call.hint, call.session, call.stop)
         done = cache.insert(key, pages, at=lock, ended=ended)
         simulated.settle()
         tree.unlock(lock)

@@ -204,20 +204,24 @@ EVERY_SESSION = Fleet()
 
 
 class _FleetRequest(NamedTuple):
-    """One request of a fleet. time_s: since its session began. head_tokens: of the list it is in."""
+    """One request of a fleet. time_s: since its session began. head_tokens: of the list it is in, which
+    goes by the name `session`."""
 
     time_s: float
     head_tokens: int
     request: AgentRequest
+    session: str
 
 
 def _asked(session: AgentSession) -> Iterator[_FleetRequest]:
     """All that a session sends, list by list."""
-    for entry in session.requests:
+    for number, entry in enumerate(session.requests):
         if isinstance(entry, AgentRequest):
-            yield _FleetRequest(entry.time_s, session.head_tokens, entry)
+            yield _FleetRequest(entry.time_s, session.head_tokens, entry, session.name)
         else:
-            yield from (_FleetRequest(entry.time_s + r.time_s, entry.head_tokens, r) for r in entry.requests)
+            name = f"{session.name}/{number}"
+            for r in entry.requests:
+                yield _FleetRequest(entry.time_s + r.time_s, entry.head_tokens, r, name)
 
 
 class SessionBlocks:
@@ -265,5 +269,8 @@ def _calls(session: AgentSession, start_s: float, names: SessionBlocks) -> Seque
         if request.ids and request.time_s <= LONGEST_S:
             blocks = np.array(names.of(session, asked.head_tokens, request), np.int64)
             tokens = max(len(blocks) * BLOCK, 1)
-            calls.append(TraceRequest(start_s + asked.time_s, tokens, request.output_tokens, blocks))
+            time_s, answer = start_s + asked.time_s, request.output_tokens
+            calls.append(
+                TraceRequest(time_s, tokens, answer, blocks, session=asked.session, stop=request.stop)
+            )
     return calls

@@ -14,7 +14,8 @@ Blocks = npt.NDArray[np.int64]
 class TraceRequest(NamedTuple):
     """One request. blocks: names of its whole blocks, equal iff the prefix up to their end is.
 
-    prompt_tokens counts the part behind the last whole block too. hint: the client's, or None.
+    prompt_tokens counts the part behind the last whole block too. hint: the client's, or None. session: its
+    name, stop: why its answer ended; "" where the trace does not say.
     """
 
     time_s: float
@@ -22,6 +23,8 @@ class TraceRequest(NamedTuple):
     output_tokens: int
     blocks: Blocks
     hint: str | None = None
+    session: str = ""
+    stop: str = ""
 
 
 @dataclass(frozen=True)
