@@ -209,6 +209,7 @@ class Prefetcher:
 
     def _query(self, p: Prefetch) -> None:
         p.phase, p.primary = PrefetchPhase.QUERY, None
+        p.storage_epoch = self._tree.storage_epoch
         if p.lock is None:
             p.lock = self._tree.lock(p.anchor, Tier.HOST)
         start = p.anchor.end

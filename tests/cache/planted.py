@@ -276,7 +276,7 @@ FAULTS = [
     ),
     Fault(
         "beside: what was not asked for counts as stored",
-        "Arrivals._note",
+        "Arrivals._mark_stored",
         "_1.start + _1.known",
         "_1.start",
     ),
@@ -507,6 +507,18 @@ FAULTS = [
         "RadixTree.forget_stored",
         "_1.stored = _1.boundary_stored = False",
         "_1.stored = False",
+    ),
+    Fault(
+        "clear: pages of a read that it overtook are taken for stored",
+        "Arrivals.adopt",
+        "if _1.storage_epoch == _2.storage_epoch:\n    self._mark_stored(_3.lock.node, _4)",
+        "self._mark_stored(_3.lock.node, _4)",
+    ),
+    Fault(
+        "clear: a boundary that was put before it is taken for stored",
+        "StorageBackup.stored_boundary",
+        "_1.storage_epoch == self._tree.storage_epoch",
+        "True",
     ),
     Fault(
         "parts: a fingerprint without component has another name",
