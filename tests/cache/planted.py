@@ -97,8 +97,8 @@ FAULTS = [
     Fault(
         "query: the backbone is asked for though it is there",
         "StorageRunner.query",
-        "_1 = _2.known",
-        "_1 = 0",
+        "_1.known",
+        "0",
     ),
     Fault(
         "query: reach a page short",
@@ -132,15 +132,15 @@ FAULTS = [
     ),
     Fault(
         "query: pages are counted from the first row",
-        "StorageRunner._count",
+        "_use_of_query",
         "len(_1.rows) - _1.num_pages",
         "0",
     ),
     Fault(
         "query: every component asks the backbone's store",
         "StorageRunner._window_end",
-        "self._count(_1, _2, _3.pair, _4)",
-        "self._count(_1, _2, BACKBONE_PAIR, _4)",
+        "_use_of_query(_1, _2, _3.pair)",
+        "_use_of_query(_1, _2, BACKBONE_PAIR)",
     ),
     Fault(
         "query: a search without end",
