@@ -83,13 +83,15 @@ class Prefetch:
 class StorageHit:
     """What storage has of a prefetch: pages [start, end) of its key, by their names.
 
-    chain: the key's hashes from its first page on, where they are known. known: so many of the first pages
+    chain: the key's hashes from its first page on, where they are known. after: the hash in front of these;
+    b"" at the key's start. known: so many of the first pages
     were not asked for, as a tier has their backbone.
     """
 
     start: int
     hashes: tuple[bytes, ...]
     chain: Chain
+    after: bytes
     known: int = 0
 
     @property
@@ -98,8 +100,9 @@ class StorageHit:
 
     def part(self, first: int, end: int) -> StorageHit:
         """Pages [first, end) of the key."""
-        hashes = self.hashes[first - self.start : end - self.start]
-        return StorageHit(first, hashes, self.chain, max(0, self.start + self.known - first))
+        at = first - self.start
+        hashes, after = self.hashes[at : end - self.start], self.hashes[at - 1] if at else self.after
+        return StorageHit(first, hashes, self.chain, after, max(0, self.start + self.known - first))
 
 
 class Arrivals:

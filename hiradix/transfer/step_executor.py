@@ -193,11 +193,12 @@ class StepExecutor:
         others: Iterable[TrailingPages] = (),
         extra_key: str | None = None,
         tenant: str = "",
+        after: bytes = b"",
     ) -> Ticket:
         """As `HiCacheController.read`. The chain stays here: it may be a long prompt's, once for each
         batch."""
         trailing = as_trailing_pages(host_pages, others)
-        return self._order(ReadPayload(tuple(hashes), trailing, None, extra_key, tenant))
+        return self._order(ReadPayload(tuple(hashes), trailing, None, extra_key, tenant, after))
 
     def write_storage(
         self, rows: PageRows, host_pages: PageIds, others: Iterable[TrailingPages] = ()

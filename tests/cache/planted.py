@@ -157,8 +157,8 @@ FAULTS = [
     Fault(
         "jobs: the first pages' names for the last pages",
         "_use_of_read",
-        "_1.hashes[len(_1.hashes) - len(_2.pages):]",
-        "_1.hashes[:len(_2.pages)]",
+        "_1.hashes[_2:]",
+        "_1.hashes[: len(_1.hashes) - _2]",
     ),
     Fault(
         "jobs: stored under the first pages' names",
@@ -349,8 +349,8 @@ FAULTS = [
     Fault(
         "beside: the last names for fewer pages",
         "BoundaryReads._submit_read",
-        "_1.hashes[_2 - max(map(len, _3.values())):]",
-        "_1.hashes[:max(map(len, _3.values()))]",
+        "_1.part(_1.end - max(map(len, _2.values())), _1.end)",
+        "_1.part(_1.start, _1.start + max(map(len, _2.values())))",
     ),
     Fault(
         "way: none",

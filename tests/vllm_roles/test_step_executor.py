@@ -50,7 +50,10 @@ def test_an_order_that_does_not_fit_its_pages_is_refused() -> None:
 
 def test_a_step_takes_each_order_once() -> None:
     executor = StepExecutor(1)
-    query, read = executor.query(ROWS, 2), executor.read([b"a", b"b", b"c"], PAGES, chain=(b"x",) * 1000)
+    query, read = (
+        executor.query(ROWS, 2),
+        executor.read([b"a", b"b", b"c"], PAGES, chain=(b"x",) * 1000, after=b"x"),
+    )
     write, follows = executor.save((Copy(PAGES, PAGES),), StorePayload(ROWS, (TrailingPages(PAGES),)))
     load = executor.load("r", (Copy(PAGES, PAGES),), True)
     jobs = executor.take()
@@ -59,6 +62,7 @@ def test_a_step_takes_each_order_once() -> None:
     assert [(save.ticket, save.store and save.store.ticket) for save in jobs.saves] == [(write, follows)]
     assert [one.ticket for one in jobs.loads] == [load] and not executor.take()
     assert jobs.storage_jobs[1].payload.chain is None, "it would be sent once for each batch"  # type: ignore[union-attr]
+    assert jobs.storage_jobs[1].payload.after == b"x"  # type: ignore[union-attr]
     assert len({query, read, write, follows, load}) == 5 and executor.num_asked == 2
 
 
