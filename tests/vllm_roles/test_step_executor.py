@@ -93,6 +93,38 @@ def test_what_storage_was_not_asked_for_it_was_not_found_to_have() -> None:
     assert not executor._known
 
 
+def test_faults_of_storage_are_counted_once_for_all_workers() -> None:
+    executor = StepExecutor(2)
+    executor.attach()
+    for kind, reason in (
+        (JobKind.READ, FailReason.BACKEND),
+        (JobKind.READ, FailReason.CANCELLED),
+        (JobKind.READ, None),
+        (JobKind.QUERY, FailReason.BACKEND),
+        (JobKind.STORE, FailReason.BACKEND),
+    ):
+        ticket = executor.read([b"a", b"b", b"c"], PAGES)
+        error = None if reason is None else "gone"
+        executor.answer(Result(ticket, kind, 3))
+        executor.answer(Result(ticket, kind, 0, error=error, reason=reason))
+    assert executor.storage_troubles == (1, 1, 1)
+
+
+def test_a_read_that_failed_is_not_charged_before_one_that_has_not() -> None:
+    """Failures in a row are for the breaker: what they took is none of storage's costs."""
+    executor = StepExecutor(1)
+    gate = NoRegret(troubles=lambda: executor.storage_troubles)
+    executor.answer(Result(executor.read([b"a", b"b", b"c"], PAGES), JobKind.READ, 3))
+    gate.fetched(3, 3, 0.01)
+    ticket = executor.read([b"a", b"b", b"c"], PAGES)
+    executor.answer(Result(ticket, JobKind.READ, 0, error="gone", reason=FailReason.BACKEND))
+    gate.fetched(3, 0, 30.0)
+    assert gate._waste_s == 0.0
+    executor.answer(Result(executor.read([b"a", b"b", b"c"], PAGES), JobKind.READ, 3))
+    gate.fetched(3, 3, 0.01)
+    assert gate._waste_s > 1.0
+
+
 class Gate(NoRegret):
     def __init__(self) -> None:
         super().__init__()
