@@ -233,10 +233,16 @@ class BoundaryReads:
         p, found, pages = read.p, read.found, read.owns
         count = len(found.hashes)
         p.unread_pages += count
-        hashes = found.hashes[count - max(map(len, pages.values())) :]
+        wanted = found.part(found.end - max(map(len, pages.values())), found.end)
         trailing = [TrailingPages(own, c) for c, own in pages.items() if c != BACKBONE]
         ticket = self._executor.read(
-            hashes, pages[BACKBONE], found.chain, trailing, p.key.extra_key, p.key.space.tenant
+            wanted.hashes,
+            pages[BACKBONE],
+            wanted.chain,
+            trailing,
+            p.key.extra_key,
+            p.key.space.tenant,
+            wanted.after,
         )
         p.tickets.add(ticket)
         self._in_flight.add(ticket, read)

@@ -74,16 +74,23 @@ class BlockSave(InFlightJob):
 
 class PageBackup(InFlightJob):
     """Saved pages on their way to storage. first_hashed: the page whose hash is the first of those that come
-    back."""
+    back. storage_epoch: see `PathBackup`."""
 
-    __slots__ = ("device", "first_hashed", "lock", "locks", "start")
+    __slots__ = ("device", "first_hashed", "lock", "locks", "start", "storage_epoch")
 
     def __init__(
-        self, device: ForeignDevice, start: int, first_hashed: int, locks: list[Lock], pages: PagesOf
+        self,
+        device: ForeignDevice,
+        start: int,
+        first_hashed: int,
+        locks: list[Lock],
+        pages: PagesOf,
+        storage_epoch: int,
     ):
         super().__init__(JobKind.STORE, reads=pages)
         self.device = device
         self.start = start
+        self.storage_epoch = storage_epoch
         self.first_hashed = first_hashed
         self.lock = locks[0]
         self.locks = locks
@@ -205,7 +212,8 @@ class ForeignDevice:
         ticket, job.store = self._executor.save(copies, store, before_forward)
         self._index.in_flight.add(ticket, job)
         if store is not None and job.store is not None:
-            follows = PageBackup(self, job.start, store.rows.start, job.locks, job.reads)
+            epoch = self._index.tree.storage_epoch
+            follows = PageBackup(self, job.start, store.rows.start, job.locks, job.reads, epoch)
             self._index.in_flight.add(job.store, follows)
             self._mark_stored(follows, True)  # optimistic; taken back if storage says no
         job.blocks = [block for copy in copies for block in copy.source.tolist()]
@@ -254,7 +262,7 @@ class ForeignDevice:
             index.tree.set_hashes(node, job.first_hashed, result.hashes)
         if came < count:
             self._mark_stored(job, False)
-        elif result.num_pages == job.num_pages:
+        elif result.num_pages == job.num_pages and job.storage_epoch == index.tree.storage_epoch:
             node.boundary_stored = len(index.tree.components) > 1
         self._unlock(job.locks)
 

@@ -27,18 +27,19 @@ from hiradix.tree import Node, RadixKey, RadixTree, Tier
 class StorageQuery(InFlightJob):
     """What storage has of a prefetch is being asked: `asked` pages behind its anchor.
 
-    start: the first of those. first_hashed: the page whose hash is the first of those that come back.
-    known: so many of the pages were not asked for in the backbone.
+    start: the first of those. first_hashed: the page whose hash is the first of those that come back, prior:
+    the hash in front of that one. known: so many of the pages were not asked for in the backbone.
     """
 
-    __slots__ = ("asked", "first_hashed", "known", "p", "prefetcher", "start")
+    __slots__ = ("asked", "first_hashed", "known", "p", "prefetcher", "prior", "start")
 
-    def __init__(self, prefetcher: Prefetcher, p: Prefetch, first_hashed: int, known: int):
+    def __init__(self, prefetcher: Prefetcher, p: Prefetch, first_hashed: int, prior: bytes, known: int):
         super().__init__(JobKind.QUERY)
         self.prefetcher = prefetcher
         self.p = p
         self.start = p.anchor.end
         self.first_hashed = first_hashed
+        self.prior = prior
         self.asked = p.asked_pages
         self.known = known
 
@@ -209,11 +210,12 @@ class Prefetcher:
 
     def _query(self, p: Prefetch) -> None:
         p.phase, p.primary = PrefetchPhase.QUERY, None
+        p.storage_epoch = self._tree.storage_epoch
         if p.lock is None:
             p.lock = self._tree.lock(p.anchor, Tier.HOST)
         start = p.anchor.end
         rows = self._tree.rows(p.key, p.anchor, start, start + p.asked_pages)
-        query = StorageQuery(self, p, rows.start, self.reads.hold(p))
+        query = StorageQuery(self, p, rows.start, rows.prior if rows.start else b"", self.reads.hold(p))
         ticket = self._executor.query(rows, p.asked_pages, self.reads.windows(), query.known)
         p.tickets.add(ticket)
         self._in_flight.add(ticket, query)
@@ -229,7 +231,8 @@ class Prefetcher:
         p.nothing_there = result.error is None and result.num_pages == 0
         chain = None if query.first_hashed else result.hashes
         names = result.hashes[skip : skip + result.num_pages]
-        is_read = self._read(p, StorageHit(query.start, names, chain, query.known))
+        after = result.hashes[skip - 1] if skip and result.hashes else query.prior
+        is_read = self._read(p, StorageHit(query.start, names, chain, after, query.known))
         if p.is_measured:
             num_read = result.num_pages if is_read else 0
             self.reads.no_regret.answered(query.asked, num_read, result.duration_s)

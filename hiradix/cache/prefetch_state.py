@@ -37,6 +37,7 @@ class Prefetch:
     unread_pages: int = 0  # pages of reads that are not back yet
     end_page: int = sys.maxsize  # the first page that did not come: what lies behind cannot be used
     has_failed: bool = False  # that page was not gone: reading it failed
+    storage_epoch: int = 0  # the tree's when storage was asked
     nothing_there: bool = False  # storage said so of its first page
     is_wanted: bool = True  # its own request waits for it
     is_late: bool = False  # its request waited as long as it may: what was unread then is counted
@@ -82,13 +83,15 @@ class Prefetch:
 class StorageHit:
     """What storage has of a prefetch: pages [start, end) of its key, by their names.
 
-    chain: the key's hashes from its first page on, where they are known. known: so many of the first pages
+    chain: the key's hashes from its first page on, where they are known. after: the hash in front of these;
+    b"" at the key's start. known: so many of the first pages
     were not asked for, as a tier has their backbone.
     """
 
     start: int
     hashes: tuple[bytes, ...]
     chain: Chain
+    after: bytes
     known: int = 0
 
     @property
@@ -97,8 +100,9 @@ class StorageHit:
 
     def part(self, first: int, end: int) -> StorageHit:
         """Pages [first, end) of the key."""
-        hashes = self.hashes[first - self.start : end - self.start]
-        return StorageHit(first, hashes, self.chain, max(0, self.start + self.known - first))
+        at = first - self.start
+        hashes, after = self.hashes[at : end - self.start], self.hashes[at - 1] if at else self.after
+        return StorageHit(first, hashes, self.chain, after, max(0, self.start + self.known - first))
 
 
 class Arrivals:
@@ -119,13 +123,16 @@ class Arrivals:
         done = tree.insert(key, HOST, [pages[c] for c in range(len(tree.components))], at=at)
         for component, duplicates in enumerate(done.duplicates):
             self.supply.free_host(duplicates, component)
-        self._note(done.lock.node, found)
+        tree.set_hashes(done.lock.node, found.start, found.hashes)
+        if p.storage_epoch == tree.storage_epoch:
+            self._mark_stored(done.lock.node, found)
         if p.lock is not None:
             tree.unlock(p.lock)
         before, p.anchor, p.lock = p.anchor, done.lock.node, done.lock
         if self.others:
             is_all_new = not start or all(kind.reach <= count for _, kind in self.others)
-            p.anchor.boundary_stored = is_all_new or before.boundary_stored
+            if p.storage_epoch == tree.storage_epoch:
+                p.anchor.boundary_stored = is_all_new or before.boundary_stored
             gained = found.end - max(start, usable)  # what ended in no match is of use by this only
         else:
             gained = count - len(done.duplicates[BACKBONE])
@@ -135,9 +142,8 @@ class Arrivals:
         if p.stopped:
             self.supply.counters.prefetched_late += gained
 
-    def _note(self, node: Node, found: StorageHit) -> None:
-        """Storage has what it was asked for, and these are the names of it all."""
-        self.tree.set_hashes(node, found.start, found.hashes)
+    def _mark_stored(self, node: Node, found: StorageHit) -> None:
+        """Storage has what it was asked for."""
         first = found.start + found.known
         for n in self.tree.path(node, first):
             n.stored = True

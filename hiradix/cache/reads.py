@@ -81,7 +81,12 @@ class Reads:
     def _submit_batch(self, p: Prefetch, batch: StorageHit, host_pages: Pages) -> None:
         p.unread_pages += len(host_pages)
         ticket = self._executor.read(
-            batch.hashes, host_pages, batch.chain, extra_key=p.key.extra_key, tenant=p.key.space.tenant
+            batch.hashes,
+            host_pages,
+            batch.chain,
+            extra_key=p.key.extra_key,
+            tenant=p.key.space.tenant,
+            after=batch.after,
         )
         p.tickets.add(ticket)
         self._in_flight.add(ticket, BatchRead(self, p, batch, host_pages))

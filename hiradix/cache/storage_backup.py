@@ -27,12 +27,20 @@ class PathBackup(InFlightJob):
     """The backbone's host pages of the path from page `start` to the end of `node`, on their way to storage.
 
     first_hashed: the page whose hash is the first of those that come back. lock: on the path, meanwhile.
+    storage_epoch: the tree's when it was put; what storage has forgotten since is not there any more.
     """
 
-    __slots__ = ("backup", "first_hashed", "lock", "node", "start")
+    __slots__ = ("backup", "first_hashed", "lock", "node", "start", "storage_epoch")
 
     def __init__(
-        self, backup: StorageBackup, node: Node, start: int, first_hashed: int, pages: Pages, lock: Lock
+        self,
+        backup: StorageBackup,
+        node: Node,
+        start: int,
+        first_hashed: int,
+        pages: Pages,
+        lock: Lock,
+        storage_epoch: int,
     ):
         super().__init__(JobKind.STORE, reads={BACKBONE: pages})
         self.backup = backup
@@ -40,6 +48,7 @@ class PathBackup(InFlightJob):
         self.start = start
         self.first_hashed = first_hashed
         self.lock = lock
+        self.storage_epoch = storage_epoch
 
     def book(self, result: Result) -> None:
         self.backup.stored_path(self, result)
@@ -48,14 +57,23 @@ class PathBackup(InFlightJob):
 class BoundaryBackup(InFlightJob):
     """What the boundary at `node` needs of further components, on its way to storage. As `PathBackup`."""
 
-    __slots__ = ("backup", "first_hashed", "lock", "node")
+    __slots__ = ("backup", "first_hashed", "lock", "node", "storage_epoch")
 
-    def __init__(self, backup: StorageBackup, node: Node, first_hashed: int, pages: PagesOf, lock: Lock):
+    def __init__(
+        self,
+        backup: StorageBackup,
+        node: Node,
+        first_hashed: int,
+        pages: PagesOf,
+        lock: Lock,
+        storage_epoch: int,
+    ):
         super().__init__(JobKind.STORE, reads=pages)
         self.backup = backup
         self.node = node
         self.first_hashed = first_hashed
         self.lock = lock
+        self.storage_epoch = storage_epoch
 
     def book(self, result: Result) -> None:
         self.backup.stored_boundary(self, result)
@@ -136,7 +154,8 @@ class StorageBackup:
         host_pages = self._tree.pages(node, HOST, start=start)
         rows = self._tree.page_rows(node, start)
         self._mark_stored(node, start, True)  # optimistic; taken back if the backend says no
-        record = PathBackup(self, node, start, rows.start, host_pages, lock)
+        epoch = self._tree.storage_epoch
+        record = PathBackup(self, node, start, rows.start, host_pages, lock, epoch)
         self._in_flight.add(self._executor.write_storage(rows, host_pages), record)
 
     def stored_path(self, record: PathBackup, result: Result) -> None:
@@ -145,7 +164,8 @@ class StorageBackup:
         if result.hashes:
             self._tree.set_hashes(node, record.first_hashed, result.hashes)
         self._counters.backed_up += result.num_pages
-        if self._tree.watch is not None and result.num_pages:
+        is_current = record.storage_epoch == self._tree.storage_epoch
+        if self._tree.watch is not None and result.num_pages and is_current:
             self._tree.watch.backed_up(node, start, start + result.num_pages)
         if result.num_pages < num_pages:
             self._counters.backup_failed += num_pages - result.num_pages
@@ -187,7 +207,8 @@ class StorageBackup:
         rows = self._tree.page_rows(node, start)
         self._ending.add(node)
         trailing = [TrailingPages(own, c) for c, own in pages.items()]
-        record = BoundaryBackup(self, node, rows.start, pages, lock)
+        epoch = self._tree.storage_epoch
+        record = BoundaryBackup(self, node, rows.start, pages, lock, epoch)
         self._in_flight.add(self._executor.write_storage(rows, NO_PAGES, trailing), record)
 
     def stored_boundary(self, record: BoundaryBackup, result: Result) -> None:
@@ -196,7 +217,8 @@ class StorageBackup:
         if result.hashes:
             self._tree.set_hashes(node, record.first_hashed, result.hashes)
         self._ending.discard(node)
-        node.boundary_stored = result.num_pages == record.num_pages
+        if record.storage_epoch == self._tree.storage_epoch:
+            node.boundary_stored = result.num_pages == record.num_pages
         self._tree.unlock(record.lock)
 
 

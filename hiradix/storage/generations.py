@@ -578,16 +578,16 @@ class _Part:
         """As the guard's, out of the first generation that has a page."""
         batch = Batch.of(keys)
         ok = [False] * len(batch)
-        told: list[list[bool]] = []
+        answers: list[list[bool]] = []
         for label in self._labels(batch):
             which = [at for at, done in enumerate(ok) if not done]
             if not which:
                 break
-            answers = self._guard.get(_in_generation(batch.pick(which), label), [into[at] for at in which])
-            told.append(answers)
-            for at, done in zip(which, answers, strict=True):
+            answer = self._guard.get(_in_generation(batch.pick(which), label), [into[at] for at in which])
+            answers.append(answer)
+            for at, done in zip(which, answer, strict=True):
                 ok[at] = done
-        return as_answered(ok, *told)
+        return as_answered(ok, *answers)
 
     def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
         """As the guard's, into the generation that pages computed here belong to."""

@@ -235,15 +235,16 @@ class HiCacheController:
         others: Iterable[TrailingPages] = (),
         extra_key: str | None = None,
         tenant: str = "",
+        after: bytes = b"",
     ) -> Ticket:
         """Bring the named pages from storage into host pages; what lies behind `num_pages` is undefined.
 
         Each component's pages, `others` those of further ones, are for the last of `hashes`, all of which one
-        of them wants. They come one component after the other and count on. extra_key, tenant: whose they
-        are, as `PageRows` has it.
+        of them wants. They come one component after the other and count on. The rest is as `ReadPayload` has
+        it.
         """
         trailing = as_trailing_pages(host_pages, others)
-        payload = ReadPayload(tuple(hashes), trailing, chain, extra_key, tenant)
+        payload = ReadPayload(tuple(hashes), trailing, chain, extra_key, tenant, after)
         return self._submit(JobKind.READ, self._size(trailing), payload)
 
     def write_storage(
@@ -464,6 +465,8 @@ class HiCacheController:
             return False
         if num_pages := operation.ended(result):
             hashes, rows = operation.hashes[:num_pages], operation.rows
+            first = len(result.hashes) - len(operation.hashes)
+            before = rows.prior if rows.start else b""
             chain = None if rows.start else result.hashes
             operation.ticket = self.read(
                 hashes,
@@ -471,6 +474,7 @@ class HiCacheController:
                 chain,
                 extra_key=rows.extra_key,
                 tenant=rows.tenant,
+                after=result.hashes[first - 1] if first else before,
             )
             self._prefetches[operation.ticket] = operation
         return True

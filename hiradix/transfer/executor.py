@@ -44,6 +44,7 @@ class StorageExecutor(Protocol):
         others: Iterable[TrailingPages] = (),
         extra_key: str | None = None,
         tenant: str = "",
+        after: bytes = b"",
     ) -> Ticket:
         """Bring the named pages into host pages. See `HiCacheController.read`."""
 

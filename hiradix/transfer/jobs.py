@@ -113,9 +113,10 @@ Chain = tuple[bytes, ...] | None
 
 @dataclass(frozen=True, eq=False)
 class ReadPayload:
-    """Bring the pages named by `hashes`, or the last of them, into `trailing`. chain: the sequence's hashes.
+    """Bring the pages named by `hashes`, or the last of them, into `trailing`.
 
-    extra_key: of the pages' namespace. tenant: whose pages they are, as `PageRows` has it.
+    chain: the sequence's hashes. after: the hash in front of `hashes`, also where the chain is not known; b""
+    at the start of one. extra_key: of the pages' namespace. tenant: whose pages they are, as `PageRows` has it.
     """
 
     hashes: tuple[bytes, ...]
@@ -123,6 +124,7 @@ class ReadPayload:
     chain: Chain = None
     extra_key: str | None = None
     tenant: str = ""
+    after: bytes = b""
 
     def __post_init__(self) -> None:
         longest = max(len(pages_of_pair.pages) for pages_of_pair in self.trailing)

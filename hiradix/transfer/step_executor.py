@@ -143,6 +143,7 @@ class StepExecutor:
         self._known: dict[Ticket, int] = {}  # pages of a lookup that storage was not asked for, if any
         self._tickets = count(1)
         self._num_attached = 0
+        self._num_failed = {JobKind.QUERY: 0, JobKind.READ: 0}
         self._quorum = Quorum(num_workers)
         self._results: list[Result] = []
 
@@ -167,8 +168,9 @@ class StepExecutor:
 
     @property
     def storage_troubles(self) -> tuple[int, int, int]:
-        """As `HiCacheController.storage_troubles`; of failures the workers' own breakers alone know."""
-        return self._num_attached, 0, 0
+        """As `HiCacheController.storage_troubles`, as far as outcomes say it: a failure is a lookup or a read
+        that came back with a fault of storage. Of changes the workers' own breakers alone know."""
+        return self._num_attached, self._num_failed[JobKind.QUERY], self._num_failed[JobKind.READ]
 
     def query(
         self,
@@ -193,11 +195,12 @@ class StepExecutor:
         others: Iterable[TrailingPages] = (),
         extra_key: str | None = None,
         tenant: str = "",
+        after: bytes = b"",
     ) -> Ticket:
         """As `HiCacheController.read`. The chain stays here: it may be a long prompt's, once for each
         batch."""
         trailing = as_trailing_pages(host_pages, others)
-        return self._order(ReadPayload(tuple(hashes), trailing, None, extra_key, tenant))
+        return self._order(ReadPayload(tuple(hashes), trailing, None, extra_key, tenant, after))
 
     def write_storage(
         self, rows: PageRows, host_pages: PageIds, others: Iterable[TrailingPages] = ()
@@ -254,6 +257,8 @@ class StepExecutor:
         whole = self._quorum.add(outcome)
         if whole is None:
             return
+        if whole.reason is FailReason.BACKEND and whole.kind in self._num_failed:
+            self._num_failed[whole.kind] += 1
         if whole.kind is JobKind.QUERY:
             self.num_found += max(0, whole.num_pages - self._known.pop(whole.ticket, 0))
         self._results.append(whole)

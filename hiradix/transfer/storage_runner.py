@@ -204,11 +204,14 @@ def _use_of_query(task: Task, query: QueryPayload, pair: int) -> ChainUse:
 
 def _use_of_read(read: ReadPayload, pages_of_pair: TrailingPages) -> ChainUse:
     """The same of the pages that a read brings."""
-    hashes = read.hashes[len(read.hashes) - len(pages_of_pair.pages) :]
+    first = len(read.hashes) - len(pages_of_pair.pages)
+    hashes, after = read.hashes[first:], read.hashes[first - 1] if first else read.after
     before = None
     if read.chain is not None and hashes:
         before = LazyKeys(read.chain[: read.chain.index(hashes[0])], _names)
-    return ChainUse(LazyKeys(hashes, _names), before, "", read.tenant, read.extra_key, pages_of_pair.pair)
+    return ChainUse(
+        LazyKeys(hashes, _names), before, after.hex(), read.tenant, read.extra_key, pages_of_pair.pair
+    )
 
 
 def _names(hashes: Sequence[bytes]) -> list[str]:

@@ -114,6 +114,7 @@ class RadixTree:
         self._pins = self._residencies.pins
         self._is_plain = len(components) == 1
         self._created = 0
+        self.storage_epoch = 0  # how often all that storage was said to have was forgotten
         self.root = self._make_root()
         self._end = AtEnd(_let_go_of_tree, self.root)
 
@@ -609,7 +610,8 @@ class RadixTree:
         )
 
     def forget_stored(self) -> None:
-        """Reset every node's hints of what storage has. O(tree)."""
+        """Reset every node's hints of what storage has, and begin another `storage_epoch`. O(tree)."""
+        self.storage_epoch += 1
         for node in self.nodes():
             node.stored = node.boundary_stored = False
         if self._residencies.watch is not None:

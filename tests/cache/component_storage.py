@@ -47,6 +47,11 @@ class Depot:
             for name in [name for name in shelf if self.rng.random() < share]:
                 self.lose_page(component, name)
 
+    def clear(self) -> None:
+        """Forget every page."""
+        for shelf in self.pages:
+            shelf.clear()
+
     def lose_page(self, component: int, name: str) -> None:
         self.has_lost = True
         del self.pages[component][name]

@@ -97,8 +97,8 @@ FAULTS = [
     Fault(
         "query: the backbone is asked for though it is there",
         "StorageRunner.query",
-        "_1 = _2.known",
-        "_1 = 0",
+        "_1.known",
+        "0",
     ),
     Fault(
         "query: reach a page short",
@@ -132,15 +132,15 @@ FAULTS = [
     ),
     Fault(
         "query: pages are counted from the first row",
-        "StorageRunner._count",
+        "_use_of_query",
         "len(_1.rows) - _1.num_pages",
         "0",
     ),
     Fault(
         "query: every component asks the backbone's store",
         "StorageRunner._window_end",
-        "self._count(_1, _2, _3.pair, _4)",
-        "self._count(_1, _2, BACKBONE_PAIR, _4)",
+        "_use_of_query(_1, _2, _3.pair)",
+        "_use_of_query(_1, _2, BACKBONE_PAIR)",
     ),
     Fault(
         "query: a search without end",
@@ -157,8 +157,8 @@ FAULTS = [
     Fault(
         "jobs: the first pages' names for the last pages",
         "_use_of_read",
-        "_1.hashes[len(_1.hashes) - len(_2.pages):]",
-        "_1.hashes[:len(_2.pages)]",
+        "_1.hashes[_2:]",
+        "_1.hashes[: len(_1.hashes) - _2]",
     ),
     Fault(
         "jobs: stored under the first pages' names",
@@ -276,7 +276,7 @@ FAULTS = [
     ),
     Fault(
         "beside: what was not asked for counts as stored",
-        "Arrivals._note",
+        "Arrivals._mark_stored",
         "_1.start + _1.known",
         "_1.start",
     ),
@@ -349,8 +349,8 @@ FAULTS = [
     Fault(
         "beside: the last names for fewer pages",
         "BoundaryReads._submit_read",
-        "_1.hashes[_2 - max(map(len, _3.values())):]",
-        "_1.hashes[:max(map(len, _3.values()))]",
+        "_1.part(_1.end - max(map(len, _2.values())), _1.end)",
+        "_1.part(_1.start, _1.start + max(map(len, _2.values())))",
     ),
     Fault(
         "way: none",
@@ -507,6 +507,18 @@ FAULTS = [
         "RadixTree.forget_stored",
         "_1.stored = _1.boundary_stored = False",
         "_1.stored = False",
+    ),
+    Fault(
+        "clear: pages of a read that it overtook are taken for stored",
+        "Arrivals.adopt",
+        "if _1.storage_epoch == _2.storage_epoch:\n    self._mark_stored(_3.lock.node, _4)",
+        "self._mark_stored(_3.lock.node, _4)",
+    ),
+    Fault(
+        "clear: a boundary that was put before it is taken for stored",
+        "StorageBackup.stored_boundary",
+        "_1.storage_epoch == self._tree.storage_epoch",
+        "True",
     ),
     Fault(
         "parts: a fingerprint without component has another name",

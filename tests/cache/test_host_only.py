@@ -54,7 +54,7 @@ class OrderBook:
 
     def read(
         self, hashes: Sequence[bytes], host_pages: Any, chain: Any = None, others: Iterable[Any] = (),
-        extra_key: str | None = None, tenant: str = "",
+        extra_key: str | None = None, tenant: str = "", after: bytes = b"",
     ) -> Ticket:  # fmt: skip
         return self._order(JobKind.READ, tuple(hashes), host_pages)
 

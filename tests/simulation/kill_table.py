@@ -239,8 +239,8 @@ BUGS = [
         "25",
         "a query that failed never ends its prefetch",
         "Prefetcher.found",
-        "self._read(_1, StorageHit(_2.start, _3, _4, _2.known))",
-        "_a2.error or self._read(_1, StorageHit(_2.start, _3, _4, _2.known))",
+        "self._read(_1, StorageHit(_2.start, _3, _4, _5, _2.known))",
+        "_a2.error or self._read(_1, StorageHit(_2.start, _3, _4, _5, _2.known))",
     ),
     bug(
         "25",

@@ -24,6 +24,7 @@ from hiradix.storage import (
     trusted_stores,
 )
 from hiradix.storage.backends.tier.backend import TierBackend
+from hiradix.storage.generations import renamed
 from hiradix.storage.guard.calls import FlagsWithReason, as_answered, has_failed, reasons_of
 from hiradix.storage.guard.guard import GuardLimits
 from hiradix.storage.kit.call_threads import fill_head
@@ -174,6 +175,17 @@ def test_reasons_pass_a_tier(tmp_path: Path) -> None:
     store.close()
 
 
+def test_a_fault_above_is_not_that_of_a_page_which_neither_half_has(tmp_path: Path) -> None:
+    halves = {name: file_context(tmp_path, name) for name in ("upper", "lower")}
+    store = TierBackend(StorageContext(FINGERPRINT, halves, PAGE_BYTES))
+    assert all(store.put(KEYS, [page_of(key) for key in KEYS]))
+    (file,) = (tmp_path / "upper").rglob(f"{KEYS[0]}.page")
+    file.write_bytes(file.read_bytes()[:-1] + b"!")
+    answer = store.get(Batch.of([*KEYS, "f" * 64]), [blank() for _ in range(7)])
+    assert list(answer) == [*[True] * 6, False] and not reasons_of(answer)
+    store.close()
+
+
 def test_reasons_pass_generations() -> None:
     backend = Saying(StorageContext(FINGERPRINT, {}, PAGE_BYTES))
     stores = Stores([GuardedStorage(backend, FINGERPRINT, GuardLimits(deadline_s=100.0))])
@@ -183,6 +195,24 @@ def test_reasons_pass_generations() -> None:
     backend.says = {name: ERROR for name in list(backend.pages)[1:3]}
     answer = part.get(KEYS, [blank() for _ in KEYS])
     assert answer.count(False) == 2 and reasons_of(answer) == {ERROR: 2} and has_failed(answer)
+    trusted.close()
+
+
+def test_a_fault_in_one_generation_is_not_that_of_a_page_which_none_has() -> None:
+    """The page that failed there came from the other one; the page that is missing is in neither."""
+    backend = Saying(StorageContext(FINGERPRINT, {}, PAGE_BYTES))
+    stores = Stores([GuardedStorage(backend, FINGERPRINT, GuardLimits(deadline_s=100.0))])
+    trusted = trusted_stores(stores, [ComponentPages(FINGERPRINT, PAGE_BYTES)], Trust(identity="mine"))
+    (part,) = trusted.parts
+    (first,) = trusted.readable(trusted.scope_of(None), 0)
+    second = bytes(range(32))
+    trusted.scope_of(None).adopt(0, second)
+    pages = {key: b"".join(bytes(view) for view in page_of(key)) for key in KEYS[:2]}
+    for label in (first, second):
+        backend.pages |= dict(zip(renamed(list(pages), label), pages.values(), strict=True))
+    backend.says = {renamed(KEYS[:1], trusted.readable(trusted.scope_of(None), 0)[0])[0]: ERROR}
+    answer = part.get(KEYS[:3], [blank() for _ in range(3)])
+    assert list(answer) == [True, True, False] and not has_failed(answer)
     trusted.close()
 
 
@@ -198,7 +228,7 @@ def test_what_failed_is_not_taken_for_absent() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "told", "more", "expected"),
+    ("flags", "reasons", "more", "expected"),
     [
         ([True, True], [{DAMAGED: 2}], {}, {}),
         ([False, True], [{DAMAGED: 2}], {}, {DAMAGED: 1}),
@@ -211,7 +241,7 @@ def test_what_failed_is_not_taken_for_absent() -> None:
     ],
 )
 def test_no_page_has_two_reasons(
-    flags: list[bool], told: list[Any], more: dict[MissReason, int], expected: dict[MissReason, int]
+    flags: list[bool], reasons: list[Any], more: dict[MissReason, int], expected: dict[MissReason, int]
 ) -> None:
-    answers = [FlagsWithReason([False] * 9, reasons) for reasons in told]
+    answers = [FlagsWithReason([False] * len(flags), why) for why in reasons]
     assert reasons_of(as_answered(flags, *answers, more=more)) == expected

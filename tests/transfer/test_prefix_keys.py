@@ -84,3 +84,12 @@ def test_pages_are_read_with_the_chain_before_them(known: bool) -> None:
     ]
     assert [one.after for one in calls] == [chain[0] if known else "", chain[2]]
     assert calls[0].use is calls[1].use
+
+
+def test_a_read_of_a_chain_that_is_not_known_from_its_start_says_the_page_in_front() -> None:
+    digests, chain = tuple(hash_pages(rows_of(5))), names_of(rows_of(5))
+    trailing = TrailingPages(np.arange(4)), TrailingPages(np.arange(1))
+    calls = calls_of(ReadPayload(digests[1:], trailing, after=digests[0]), "read")
+    assert [(one.before, one.after) for one in calls] == [
+        (None, chain[0]), (None, chain[2]), (None, chain[3]),
+    ]  # fmt: skip

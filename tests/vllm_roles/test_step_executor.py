@@ -50,7 +50,10 @@ def test_an_order_that_does_not_fit_its_pages_is_refused() -> None:
 
 def test_a_step_takes_each_order_once() -> None:
     executor = StepExecutor(1)
-    query, read = executor.query(ROWS, 2), executor.read([b"a", b"b", b"c"], PAGES, chain=(b"x",) * 1000)
+    query, read = (
+        executor.query(ROWS, 2),
+        executor.read([b"a", b"b", b"c"], PAGES, chain=(b"x",) * 1000, after=b"x"),
+    )
     write, follows = executor.save((Copy(PAGES, PAGES),), StorePayload(ROWS, (TrailingPages(PAGES),)))
     load = executor.load("r", (Copy(PAGES, PAGES),), True)
     jobs = executor.take()
@@ -59,6 +62,7 @@ def test_a_step_takes_each_order_once() -> None:
     assert [(save.ticket, save.store and save.store.ticket) for save in jobs.saves] == [(write, follows)]
     assert [one.ticket for one in jobs.loads] == [load] and not executor.take()
     assert jobs.storage_jobs[1].payload.chain is None, "it would be sent once for each batch"  # type: ignore[union-attr]
+    assert jobs.storage_jobs[1].payload.after == b"x"  # type: ignore[union-attr]
     assert len({query, read, write, follows, load}) == 5 and executor.num_asked == 2
 
 
@@ -87,6 +91,38 @@ def test_what_storage_was_not_asked_for_it_was_not_found_to_have() -> None:
     executor.cancel(executor.query(ROWS, known=1))
     assert (executor.num_asked, executor.num_found) == (4 + 0 + 6 + 5, 3 + 0 + 1)
     assert not executor._known
+
+
+def test_faults_of_storage_are_counted_once_for_all_workers() -> None:
+    executor = StepExecutor(2)
+    executor.attach()
+    for kind, reason in (
+        (JobKind.READ, FailReason.BACKEND),
+        (JobKind.READ, FailReason.CANCELLED),
+        (JobKind.READ, None),
+        (JobKind.QUERY, FailReason.BACKEND),
+        (JobKind.STORE, FailReason.BACKEND),
+    ):
+        ticket = executor.read([b"a", b"b", b"c"], PAGES)
+        error = None if reason is None else "gone"
+        executor.answer(Result(ticket, kind, 3))
+        executor.answer(Result(ticket, kind, 0, error=error, reason=reason))
+    assert executor.storage_troubles == (1, 1, 1)
+
+
+def test_a_read_that_failed_is_not_charged_before_one_that_has_not() -> None:
+    """Failures in a row are for the breaker: what they took is none of storage's costs."""
+    executor = StepExecutor(1)
+    gate = NoRegret(troubles=lambda: executor.storage_troubles)
+    executor.answer(Result(executor.read([b"a", b"b", b"c"], PAGES), JobKind.READ, 3))
+    gate.fetched(3, 3, 0.01)
+    ticket = executor.read([b"a", b"b", b"c"], PAGES)
+    executor.answer(Result(ticket, JobKind.READ, 0, error="gone", reason=FailReason.BACKEND))
+    gate.fetched(3, 0, 30.0)
+    assert gate._waste_s == 0.0
+    executor.answer(Result(executor.read([b"a", b"b", b"c"], PAGES), JobKind.READ, 3))
+    gate.fetched(3, 3, 0.01)
+    assert gate._waste_s > 1.0
 
 
 class Gate(NoRegret):

@@ -317,7 +317,13 @@ class WorkerRole:
         backbone, *others = asked.trailing
         if isinstance(asked, ReadPayload):
             return self._controller.read(
-                asked.hashes, backbone.pages, asked.chain, others, asked.extra_key, asked.tenant
+                asked.hashes,
+                backbone.pages,
+                asked.chain,
+                others,
+                asked.extra_key,
+                asked.tenant,
+                asked.after,
             )
         return self._controller.write_storage(asked.rows, backbone.pages, others)
 

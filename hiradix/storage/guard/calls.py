@@ -61,12 +61,17 @@ def as_answered(
     flags: list[bool], *answers: Sequence[bool], more: Mapping[MissReason, int] = MappingProxyType({})
 ) -> list[bool]:
     """`flags`, made of those of `answers`, which are all about these pages, with their reasons: of the first
-    as far as it has any, then of the next. more: reasons of pages that were lost after that."""
+    as far as it has any, then of the next. more: reasons of pages that were lost after that.
+
+    An answer counts reasons and names no page: where another answer has made up for some of its pages, only
+    as many of a reason are passed on as pages that are still missing must have.
+    """
     reasons = Counter({why: number for why, number in more.items() if number})
     left = flags.count(False) - reasons.total()
     for answer in answers if left else ():
+        made_up_for = max(0, answer.count(False) - flags.count(False))
         for why, number in reasons_of(answer).items():
-            number = min(left, max(0, number - reasons[why]))
+            number = min(left, max(0, number - made_up_for - reasons[why]))
             reasons[why] += number
             left -= number
     return FlagsWithReason(flags, reasons) if reasons.total() else flags
