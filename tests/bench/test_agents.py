@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hiradix.apps.bench.agents import AgentPlayer, Played, Smaller, draw_agents, main
+from hiradix.apps.bench.agents import AgentPlayer, AgentRun, Smaller, draw_agents, main
 from hiradix.apps.bench.client import BenchError, Sources
 from hiradix.apps.replay.crowd import Agent, Crowd, Turn
 from hiradix.errors import ConfigError
@@ -47,7 +47,7 @@ def agents() -> list[Agent]:
     ]
 
 
-def play(tells: bool = True, answer=answer) -> tuple[Played, Seen]:
+def play(tells: bool = True, answer=answer) -> tuple[AgentRun, Seen]:
     with fake_server(answer) as (url, seen):
         return asyncio.run(AgentPlayer(url, FAST, tells=tells).play(agents())), seen
 

@@ -97,7 +97,7 @@ class Turned:
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class AgentRun:
     """All answers of a run, in the order of their agents and turns, and how long it took."""
 
     turns: tuple[Turned, ...]
@@ -130,7 +130,7 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 
 
 @dataclass(slots=True)
-class _Answer:
+class _Completion:
     """What has been read of a streamed completion."""
 
     sent_s: float
@@ -170,7 +170,7 @@ class AgentPlayer:
         self._tells = tells
         self._on_turn = on_turn
 
-    async def play(self, agents: Sequence[Agent]) -> Played:
+    async def play(self, agents: Sequence[Agent]) -> AgentRun:
         """All turns of all agents; BenchError, and all end, where one is not answered."""
         timeout = httpx.Timeout(READ_TIMEOUT_S, connect=10.0)
         pool = httpx.Limits(max_connections=len(agents) + 2)
@@ -189,7 +189,7 @@ class AgentPlayer:
             except BaseExceptionGroup as failures:
                 raise failures.exceptions[0] from None
             took_s = time.perf_counter() - began_s
-        return Played(tuple(turned for task in playing for turned in task.result()), took_s)
+        return AgentRun(tuple(turned for task in playing for turned in task.result()), took_s)
 
     async def _first_model(self, http: httpx.AsyncClient) -> str:
         try:
@@ -223,7 +223,7 @@ class AgentPlayer:
         headers = {"X-Session-Id": agent.name} if self._tells else {}
         if self._tells and is_last:
             body["end_of_session"] = True
-        answer = _Answer(time.perf_counter())
+        answer = _Completion(time.perf_counter())
         try:
             async with http.stream(
                 "POST", f"{self.url}/v1/completions", json=body, headers=headers
