@@ -7,6 +7,8 @@
 with a session of its own. `hiradix serve` with a tiny random Llama on this CPU: one process for each play, on
 an empty cache; the orders take turns. Device, host and disk tier:
 
+Each server first computes a few prompts that nothing repeats, so that it knows what computing costs.
+
     half      the device holds half of the agents' longest prompts, the host as much; what the disk may keep is
               as much again
     fetched   the same, and the disk keeps everything
@@ -46,6 +48,7 @@ OUT = Path("build/bench/agents-live.json")
 ORDERS = ("cached", "fcfs", "lpm")
 CONTEXT = 32_768
 PAGE = 8  # a recorded block
+WARM_UP = (400, 800, 1600, 500, 1000, 2000, 700, 1200)  # tokens of prompts before the agents'
 METRICS = {
     "TTFT mean": "s", "TTFT p50": "s", "TTFT p95": "s", "TTFT longest": "s", "hits": "%", "hits device": "%",
     "hits host": "%", "hits storage": "%", "took": "s",
@@ -96,7 +99,9 @@ class Bench:
         here = self.folder / f"play {self.num_plays}"
         here.mkdir()
         with ServerProcess(self._flags(setting, order, here), here / "log") as server:
-            played = asyncio.run(AgentPlayer(server.url, self.smaller).play(self.agents))
+            player = AgentPlayer(server.url, self.smaller)
+            asyncio.run(player.warm_up(WARM_UP))
+            played = asyncio.run(player.play(self.agents))
         answers = played.answers()
         self.first = self.first or answers
         differ = sum(answers[name] != answer for name, answer in self.first.items())

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 
 from hiradix.apps.bench.client import BenchError, Sources, sources_of
 from hiradix.apps.replay.crowd import Agent, Crowd, Turn
@@ -190,6 +191,18 @@ class AgentPlayer:
                 raise failures.exceptions[0] from None
             took_s = time.perf_counter() - began_s
         return AgentRun(tuple(turned for task in playing for turned in task.result()), took_s)
+
+    async def warm_up(self, lengths: Sequence[int]) -> None:
+        """One prompt of each length after the other, repeated by nothing, to measure the server."""
+        turn = Turn(np.empty(0, np.int64), 1, 0.0, "end_turn")
+        timeout = httpx.Timeout(READ_TIMEOUT_S, connect=10.0)
+        async with httpx.AsyncClient(headers=self._headers, timeout=timeout, trust_env=False) as http:
+            model = self.model or await self._first_model(http)
+            for length in lengths:
+                agent = Agent(f"warm-up {length}", 0.0, (turn,))
+                rng = random.Random(f"warm-up {length}")
+                prompt = [rng.randrange(FIRST_TOKEN, self.smaller.vocabulary) for _ in range(length)]
+                await self._ask(http, model, agent, 0, prompt)
 
     async def _first_model(self, http: httpx.AsyncClient) -> str:
         try:
