@@ -95,6 +95,8 @@ class AdmissionPolicy:
     """
 
     name = "fcfs"
+    reads_prices = False  # `order` may be asked without any
+    follows_sessions = False
 
     def __init__(self, capacity: int) -> None:
         """capacity: tokens of the tiers from which a prefix comes back sooner than it is computed."""
@@ -128,9 +130,14 @@ class AdmissionPolicy:
     def order(self, now_s: float, prices: Mapping[str, float]) -> list[str]:
         """Whom to serve, the next first. Whoever has no room is passed over; whoever is not in it is held.
 
-        prices: seconds, by id, of all that wait.
+        prices: seconds, by id, of all that wait and can be served now: nobody is kept waiting for the others.
         """
         return list(self.waiting)
+
+    @property
+    def num_in(self) -> int:
+        """Sessions whose footprints count against the capacity."""
+        return 0
 
     def take_left(self) -> list[str]:
         """Sessions that left since the last call: what they alone use may be evicted first."""
@@ -141,10 +148,12 @@ class LongestPrefixMatch(AdmissionPolicy):
     """The least price first, a prefill under way before all. Unbounded: what is dear may wait for ever."""
 
     name = "lpm"
+    reads_prices = True
 
     def order(self, now_s: float, prices: Mapping[str, float]) -> list[str]:
         """By price; of equal ones the first come."""
-        found = sorted(self.waiting.values(), key=lambda r: (not r.has_started, prices[r.rid]))
+        ready = (r for r in self.waiting.values() if r.rid in prices)
+        found = sorted(ready, key=lambda r: (not r.has_started, prices[r.rid]))
         return [request.rid for request in found]
 
 
@@ -183,6 +192,7 @@ class CachedAdmission(AdmissionPolicy):
     """
 
     name = "cached"
+    reads_prices = follows_sessions = True
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -258,6 +268,10 @@ class CachedAdmission(AdmissionPolicy):
             if session.idle_since_s is not None and now_s - session.idle_since_s > FORGET_S:
                 self.forget(name)
 
+    @property
+    def num_in(self) -> int:
+        return sum(session.is_in for session in self._sessions.values())
+
     def take_left(self) -> list[str]:
         left, self._left = list(self._left), {}
         return left
@@ -270,7 +284,7 @@ class CachedAdmission(AdmissionPolicy):
         return sum(s.cold_price_s * max(s.num_active, 1) for s in known)
 
     def order(self, now_s: float, prices: Mapping[str, float]) -> list[str]:
-        behind, waiting = self._over_share(), list(self.waiting.values())
+        behind, waiting = self._over_share(), [r for r in self.waiting.values() if r.rid in prices]
         chosen = self._chosen([r for r in waiting if r.tenant not in behind], [], now_s, prices)
         if not behind:
             return chosen

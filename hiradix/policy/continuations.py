@@ -40,6 +40,10 @@ class Continuations:
                 return session if at >= KEPT_SHARE * len(self._prompts[session]) else None
         return None
 
+    def holder(self, blocks: Sequence[Hashable]) -> str | None:
+        """The session whose last prompt this is, or the beginning of it; None where nobody had it last."""
+        return self._owner.get(blocks[-1]) if blocks else None
+
     def forget(self, session: str) -> None:
         """Nobody continues it any more."""
         for block in self._prompts.pop(session, ()):

@@ -17,6 +17,7 @@ import torch
 from hiradix.cache import HierarchicalCache, HostTier
 from hiradix.errors import Misuse, NoTier
 from hiradix.policy.eviction import make_order
+from hiradix.policy.no_regret import NoRegret
 from hiradix.policy.uses import Finished, known_hint
 from hiradix.prefix_cache.attached import AttachedStorage, StorageFactory
 from hiradix.prefix_cache.kinds import AttentionKind, full_pages, tokens_str
@@ -26,6 +27,7 @@ from hiradix.prefix_cache.records import (
     CacheStats,
     EvictParams,
     EvictResult,
+    FoundPrefix,
     InsertParams,
     InsertResult,
     MatchPrefixParams,
@@ -133,6 +135,15 @@ class PrefixCache:
         if known <= loadable.end:
             return found
         return found._replace(mamba_branching_seqlen=known * self.page_size)
+
+    def find_prefix(self, key: RadixKey) -> FoundPrefix:
+        """What `match_prefix` would find, in tokens by tier: a walk of the tree, no slots."""
+        key = self._view(key)
+        if self.disable or len(key) < self.page_size:
+            return FoundPrefix(0, 0, self.tree.root)
+        match = self.cache.match(key)
+        node, size = match.device_node, self.page_size
+        return FoundPrefix(node.end * size, (match.loadable_node.end - node.end) * size, node)
 
     def device_slots(self, node: Node, start: int = 0) -> torch.Tensor:
         """int64 [tokens]: the device slots of the path to `node`, from page `start` on. A fresh tensor."""
@@ -312,6 +323,25 @@ class PrefixCache:
         if more > 0:
             self.cache.evict(more, BESIDE)
         return beside.evicted((dropped[BACKBONE] - full) * self.page_size, dropped[BESIDE] - other)
+
+    def drop_tail(self, node: Node, num_tokens: SupportsIndex) -> int:
+        """Let device tokens at the end of the path to `node` go that nobody holds and no other path uses, until
+        so many went; how many did. Of what is not on the host nothing, where that is written at eviction or a
+        kind is beside full attention.
+        """
+        writes, gone, most = self.cache.write_through, 0, index(num_tokens)
+        keeps = self._beside is not None or (writes is not None and writes.policy.writes_on_evict)
+        at = self.tree.current(node)
+        while at is not None and at.parent is not None and at.num_device_children == 0 and gone < most:
+            parent = at.parent
+            if at.device.pages is not None:
+                is_copied = at.host.pages is not None
+                freed = self.tree.demote(at) if keeps or is_copied else self.tree.drop_device(at)
+                if not freed:
+                    break
+                gone += self.cache.supply.release(freed) * self.page_size
+            at = parent
+        return gone
 
     def reset(self) -> None:
         """Drop everything on the device and host. No request may hold a lock; what is out is void."""
@@ -529,6 +559,11 @@ class PrefixCache:
                 f"{end} pages before a host hit of {node} are not on the device: they are not locked"
             )
         return at
+
+    @property
+    def no_regret(self) -> NoRegret:
+        """The gate, which keeps what computing, loading and fetching cost."""
+        return self.cache.no_regret
 
     def note_prefill(self, num_tokens: SupportsIndex, seconds: SupportsFloat) -> None:
         """A forward that waited for no load computed so many tokens: what a transfer is compared with."""
@@ -750,4 +785,5 @@ def _priority_of(req: Any) -> int:
 def _ended(req: RequestLike) -> Finished:
     """What the eviction policy may learn from a request that has ended."""
     hint = getattr(req, "session_hint", None)
-    return Finished(len(req.origin_input_ids), len(req.output_ids), hint)
+    session, stop = getattr(req, "session_name", ""), getattr(req, "session_stop", "")
+    return Finished(len(req.origin_input_ids), len(req.output_ids), hint, session, stop)

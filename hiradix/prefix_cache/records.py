@@ -144,6 +144,14 @@ class MatchResult(NamedTuple):
     mamba_branching_seqlen: int | None = None
 
 
+class FoundPrefix(NamedTuple):
+    """Tokens of a prompt on the device, and behind them on the host. node: where those on the device end."""
+
+    device: int
+    host: int
+    node: Node
+
+
 class InsertParams(NamedTuple):
     """value: int64 [tokens of key], the slots holding the key's data.
 

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+from hiradix.policy.no_regret import NoRegret
+from hiradix.prefix_cache import FoundPrefix
+
 
 @dataclass(frozen=True)
 class NoMatch:
@@ -34,6 +37,7 @@ class NoReuse:
 
     is_transferring = has_host = False
     layer_done_counter = storage_name = None
+    no_regret = NoRegret(False)
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None: ...
 
@@ -60,6 +64,17 @@ class NoReuse:
 
     def match_prefix(self, params: Any) -> NoMatch:
         return NoMatch(torch.empty(0, dtype=torch.int64))
+
+    def find_prefix(self, key: object) -> FoundPrefix:
+        return FoundPrefix(0, 0, None)  # type: ignore[arg-type]
+
+    def fetching_tokens(self, req_id: str) -> int:
+        return 0
+
+    def prefetch_in_order(self, req_ids: Sequence[str]) -> None: ...
+
+    def drop_tail(self, node: object, num_tokens: int) -> int:
+        return 0
 
     def evict(self, params: Any) -> None: ...
 

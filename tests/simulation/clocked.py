@@ -20,10 +20,13 @@ from typing import Any
 
 from hiradix.apps.engine.api import Scope
 from hiradix.apps.engine.scheduler import Scheduler, SchedulerLimits
+from hiradix.apps.engine.turns import Turns
 from hiradix.cache import HostTier
 from hiradix.memory import ReqToTokenPool
+from hiradix.policy.admission import make_admission
 from hiradix.policy.no_regret import GatedTransfer
 from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy
+from hiradix.policy.prices import Prices
 from hiradix.policy.write_policy import WritePolicy
 from hiradix.prefix_cache import CacheInitParams, HiRadixCache
 from hiradix.storage import PageFingerprint
@@ -274,7 +277,9 @@ class ClockedWorld:
         self.cache = HiRadixCache(params, host, lambda name, extra: storage)
         ok, message = self.cache.attach_storage_backend("sim", json.dumps({"prefetch_threshold": SIZE}))
         assert ok, message
-        self.scheduler = Scheduler(self.cache, allocator, rows, SchedulerLimits(2, 4, None, SIZE))
+        prices = Prices(self.cache.no_regret, SIZE)
+        turns = Turns(make_admission("cached", HOST_PAGES * SIZE), self.cache, prices, driver.now)
+        self.scheduler = Scheduler(self.cache, allocator, rows, SchedulerLimits(2, 4, None, SIZE), turns)
         parts = Parts(pool, streams, driver, False)  # type: ignore[arg-type]
         self.engine = ClockEngine(self.cache, self.scheduler, parts)
         self.engine.forward_s = PAGE_S * self.rng.choice([0, 1, 10])

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hiradix.apps.engine.api import SamplingParams, Scope
+from hiradix.apps.engine.api import FINISH_LENGTH, SamplingParams, Scope
 from hiradix.apps.engine.request import Request
 from hiradix.apps.engine.scheduler import ScheduledTokens, Scheduler
 from hiradix.prefix_cache import HiRadixCache
@@ -137,8 +137,9 @@ class SimEngine:
             request = part.request
             if self.scheduler.computed(part):
                 request.sample()
+                self.scheduler.answered(request)
                 if request.is_done:
-                    self.scheduler.finish(request)
+                    self.scheduler.finish(request, FINISH_LENGTH)
                     self.finished.append(request)
         if not (self.scheduler.running or self.scheduler.waiting):
             self.cache.ready_to_load_host_cache()

@@ -16,12 +16,15 @@ import numpy as np
 from hiradix.apps.engine.api import Scope
 from hiradix.apps.engine.checks import check_conservation
 from hiradix.apps.engine.scheduler import Scheduler, SchedulerLimits
+from hiradix.apps.engine.turns import Turns
 from hiradix.cache import HostTier
 from hiradix.config import PREFETCH_POLICIES, WRITE_POLICIES, ExtraConfig
 from hiradix.errors import CacheError
 from hiradix.memory import ReqToTokenPool
+from hiradix.policy.admission import admission_policies, make_admission
 from hiradix.policy.eviction import eviction_policies
 from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy
+from hiradix.policy.prices import Prices
 from hiradix.policy.write_policy import WritePolicy
 from hiradix.prefix_cache import CacheInitParams, EvictParams, HiRadixCache
 from hiradix.storage import PageFingerprint
@@ -69,6 +72,7 @@ class Setup:
     queued_jobs: int
     batch_pages: int
     capacity_share: float
+    schedule_policy: str
 
     @staticmethod
     def draw(rng: random.Random) -> Setup:
@@ -92,6 +96,7 @@ class Setup:
             queued_jobs=rng.choice([2, 5, 1024]),
             batch_pages=rng.choice([1, 3, 128]),
             capacity_share=rng.choice([0.5, 1.0]),
+            schedule_policy=rng.choice(admission_policies()),
         )
 
 
@@ -122,7 +127,7 @@ class World:
             self.pool, setup.device_pages * size, self.streams, lambda: self._chance(self.alloc_faults)
         )
         self.host = HostAllocator(self.host_pool, lambda: self._chance(self.alloc_faults))
-        limits = TransferLimits(
+        transfer_limits = TransferLimits(
             queued_jobs=setup.queued_jobs, batch_pages=setup.batch_pages, copy_pages=3, gate_timeout_s=10.0
         )
         self.controller = HiCacheController(
@@ -132,7 +137,7 @@ class World:
             runtime=Runtime(
                 driver=self.driver,
                 clock=self.driver.now,
-                limits=limits,
+                limits=transfer_limits,
                 workers=TWO_WORKERS if setup.two_workers else FOUR_WORKERS,
                 streams=self.streams,
             ),
@@ -147,9 +152,10 @@ class World:
             no_regret=setup.no_regret,
         )
         self.cache = HiRadixCache(params, host, self._open_storage)
-        scheduler = Scheduler(
-            self.cache, self.allocator, rows, SchedulerLimits(setup.max_running, 24, setup.chunk_tokens, size)
-        )
+        policy = make_admission(setup.schedule_policy, max(setup.device_pages, setup.host_pages) * size)
+        turns = Turns(policy, self.cache, Prices(self.cache.no_regret, size), self.driver.now)
+        limits = SchedulerLimits(setup.max_running, 24, setup.chunk_tokens, size)
+        scheduler = Scheduler(self.cache, self.allocator, rows, limits, turns)
         self.engine = SimEngine(
             self.cache, scheduler, Parts(self.pool, self.streams, self.driver, setup.overlap)
         )

@@ -8,6 +8,7 @@ from typing import Any, SupportsIndex
 
 from hiradix.config import HiCacheConfig
 from hiradix.errors import CacheError, ConfigError
+from hiradix.policy.admission import admission_policies
 from hiradix.policy.uses import HINTS
 from hiradix.settings import MAX_COUNT, REQUIRED, Type, fields_of, setting
 from hiradix.tree.key import ADAPTER
@@ -84,15 +85,16 @@ class SamplingParams:
 class Scope:
     """Whose cache a request may share (namespace: adapter and tenant) and how much its pages matter.
 
-    hint: what the client knows of its conversation, `end_of_session` or `keep_alive`. RequestError names a
-    field that is none of what it may be, or that is kept for adapters of other engines, which may share a
-    store.
+    hint: what the client knows of its conversation, `end_of_session` or `keep_alive`. session: its name for
+    the session, within `cache_salt`; "": it is told by the prompt's beginning. RequestError names a field that
+    is none of what it may be, or that is kept for adapters of other engines, which may share a store.
     """
 
     extra_key: str | None = None
     cache_salt: str | None = None
     priority: int = 0
     hint: str | None = None
+    session: str = ""
 
     def __post_init__(self) -> None:
         for name in ("extra_key", "cache_salt"):
@@ -103,6 +105,7 @@ class Scope:
         is_number = isinstance(self.priority, SupportsIndex) and -(2**31) <= index(self.priority) < 2**31
         _require(is_number, "priority", self.priority, "a 32-bit integer")
         _require(self.hint in (None, *HINTS), "hint", self.hint, f"one of {', '.join(HINTS)}")
+        _require(_is_text(self.session), "session", self.session, "a text without half characters")
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +187,14 @@ class EngineConfig:
     chunked_prefill_size: int | None = _count(
         "chunked_prefill_size", 512, "Most tokens one prefill pass computes; -1 prefills whole prompts."
     )
+    schedule_policy: str = setting(
+        "schedule_policy",
+        Type.TEXT,
+        "cached",
+        "Order of service: first come, first served; lpm, the least time to the first token first, without a "
+        "bound; cached, sessions enter while the cache holds them, the least time first and nobody late.",
+        choices=tuple(admission_policies()),
+    )
     swa_full_tokens_ratio: float | None = setting(
         "swa_full_tokens_ratio",
         Type.NUMBER,
@@ -225,6 +236,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype={self.dtype!r}: must be float32, bfloat16 or float16")
+        if self.schedule_policy not in admission_policies():
+            known = ", ".join(admission_policies())
+            raise ConfigError(f"schedule_policy={self.schedule_policy!r}: must be one of {known}")
         ratio = self.swa_full_tokens_ratio
         if ratio is not None and not 0 < ratio <= 1:
             raise ConfigError(f"swa_full_tokens_ratio={ratio!r}: must be in (0, 1]")
@@ -259,3 +273,6 @@ class EngineInfo:
     num_retractions: int
     num_steps: int
     storage_attached: bool
+    schedule_policy: str = "fcfs"
+    num_sessions_in: int = 0  # whose footprints the order of service counts against the cache
+    num_late: int = 0  # first tokens behind the bound of the order of service

@@ -39,10 +39,14 @@ from hiradix.apps.engine.slots import free_tokens
 from hiradix.apps.engine.states import NO_STATES, NoStates, StateSlots
 from hiradix.apps.engine.tensor_parallel import LoadGates
 from hiradix.apps.engine.tokenizer import Tokenizer
+from hiradix.apps.engine.turns import Turns
 from hiradix.config import HiCacheConfig
 from hiradix.errors import ConfigError, Misuse
 from hiradix.events import KVEventsConfig, open_publisher
 from hiradix.memory import DevicePool
+from hiradix.policy.admission import make_admission
+from hiradix.policy.no_regret import NoRegret
+from hiradix.policy.prices import Prices
 from hiradix.prefix_cache import (
     CacheInitParams,
     ComputedPages,
@@ -97,7 +101,7 @@ class Engine:
         limits = _limits(config, self._pools)
         self._states = _state_slots(self.cache, self._pools)
         self._scheduler = Scheduler(
-            self.cache, self._pools.allocator, self._pools.rows, limits, self._states
+            self.cache, self._pools.allocator, self._pools.rows, limits, self._turns(group), self._states
         )  # fmt: skip
         self._answers = OutputBuilder(
             self._model.stop_token_ids, self.tokenizer, config.seed, self._model.device
@@ -215,8 +219,9 @@ class Engine:
         if not waits and rows and num_tokens >= 2 * len(parts):
             self.cache.note_prefill(num_tokens, time.perf_counter() - start_s)
         for request, output in zip(requests, outputs, strict=True):
+            self._scheduler.answered(request)
             if output.finish_reason is not None:
-                self._scheduler.finish(request)
+                self._scheduler.finish(request, output.finish_reason)
         return outputs
 
     def _work(self, part: ScheduledTokens) -> Work:
@@ -274,6 +279,8 @@ class Engine:
         """Tell the eviction policy `scope.hint` of a conversation; its cached tokens."""
         if scope.hint is None:
             raise RequestError("hint: says nothing of the conversation")
+        if scope.hint == "end_of_session":
+            self._scheduler.turns.session_ended(prompt_ids, scope)
         key = RadixKey(list(prompt_ids), scope.extra_key, cache_salt=scope.cache_salt)
         return self.cache.hint(key, scope.hint)
 
@@ -309,6 +316,9 @@ class Engine:
             num_retractions=self._scheduler.num_retractions,
             num_steps=self.num_steps,
             storage_attached=self.cache.enable_storage,
+            schedule_policy=config.schedule_policy,
+            num_sessions_in=self._scheduler.turns.policy.num_in,
+            num_late=self._scheduler.turns.num_late,
         )
 
     def close(self, timeout_s: float = 10.0) -> None:
@@ -320,6 +330,17 @@ class Engine:
             self.publisher.close(timeout_s)
 
     # -- construction -------------------------------------------------------------------
+
+    def _turns(self, group: ProcessGroup | None) -> Turns:
+        """The order of service. Ranks read rank 0's clock, and without a host tier, which is where they agree on
+        what computing costs, no measured prices."""
+        cache, capacity = self.cache, self._pools.num_tokens
+        if cache.has_host:
+            capacity = max(capacity, cache.stats().host_total)
+        policy = make_admission(self.config.schedule_policy, capacity)
+        is_agreed = group is None or cache.has_host
+        prices = Prices(cache.no_regret if is_agreed else NoRegret(False), self.config.cache.page_size)
+        return Turns(policy, cache, prices, time.monotonic if group is None else _rank_0s_clock(group))
 
     def _build_cache(self, build_cache: BuildCache, group: ProcessGroup | None) -> PrefixCache:
         config, pools = self.config.cache, self._pools
@@ -358,6 +379,11 @@ class Engine:
                 raise ConfigError(f"tp_size={group.size}: a second pool, of windows or states, is not cut")
             return build_hybrid_cache(config, params, pools.hybrid, identity)
         return build_cache(config, params, pools.device, _share_of(identity, group))
+
+
+def _rank_0s_clock(group: ProcessGroup) -> Callable[[], float]:
+    """A collective call each time."""
+    return lambda: float(group.share(time.monotonic() if group.rank == 0 else None))
 
 
 def _limits(config: EngineConfig, pools: EnginePools) -> SchedulerLimits:

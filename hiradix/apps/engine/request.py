@@ -56,6 +56,8 @@ class Request:
         self.cache_salt = scope.cache_salt
         self.priority = scope.priority
         self.session_hint = scope.hint
+        self.session_id = scope.session
+        self.session_name = self.session_stop = ""  # for the eviction policy: what it was of, why it ended
         self.origin_input_ids = array("q", prompt_ids)
         self.output_ids = array("q")
         self.generator: torch.Generator | None = None

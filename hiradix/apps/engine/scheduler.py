@@ -2,11 +2,13 @@
 
     plan()      admit what fits, give decodes their next page, cut the pass into parts
     computed()  after the pass: share what was computed, chunk by chunk
+    answered()  the request's next token was sampled
     finish()    a request ended: its slots go to the prefix cache
     retract()   a request gives its pages back and waits again, first in line
 
-Requests are served first come, first served; one whose prefetch is under way is passed over until it is
-done. Where a request is, is which container it is in: `waiting` or `running` (oldest admission first).
+Who waits for its first token is served in the order of `turns`, prefills under way among them; one whose
+prefetch is under way is passed over until it is done. Where a request is, is which container it is in:
+`waiting` or `running` (oldest admission first).
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ from enum import Enum
 
 import torch
 
+from hiradix.apps.engine.api import FINISH_ABORT
 from hiradix.apps.engine.request import Request
 from hiradix.apps.engine.slots import Allocator, SlotSupply
 from hiradix.apps.engine.states import NO_STATES, NoStates, StateSlots
+from hiradix.apps.engine.turns import STOPS, Turns
 from hiradix.errors import Misuse
 from hiradix.memory import ReqToTokenPool
 from hiradix.prefix_cache import MatchPrefixParams, PrefixCache
@@ -62,19 +66,20 @@ class _Admission(Enum):
 class Scheduler:
     """Owns the requests and their slots; the prefix cache owns the shared ones. One thread.
 
-    states: of a model with recurrent layers.
+    turns: who is served next. states: of a model with recurrent layers.
     """
 
     def __init__(
         self, cache: PrefixCache, allocator: Allocator, rows: ReqToTokenPool, limits: SchedulerLimits,
-        states: StateSlots | NoStates = NO_STATES,
+        turns: Turns, states: StateSlots | NoStates = NO_STATES,
     ):  # fmt: skip
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_retractions = 0
         self.limits = limits
+        self.turns = turns
         self._cache = cache
-        self._slots = SlotSupply(cache, allocator, limits.page_size)
+        self._slots = SlotSupply(cache, allocator, limits.page_size, turns.drop_first)
         if self._slots.has_windows != (limits.window is not None):
             raise Misuse(f"window {limits.window}, {allocator}")
         self._rows = rows
@@ -93,6 +98,7 @@ class Scheduler:
         if self.is_full:
             raise Misuse(f"{len(self.waiting)} requests wait already")
         self.waiting.append(request)
+        self.turns.arrived(request)
         if self._cache.enable_storage:
             self._match(request)
             matched = len(request.prefix_indices) + request.host_hit_length
@@ -111,8 +117,9 @@ class Scheduler:
         if request.req_pool_idx is None:
             self.waiting.remove(request)
             self._cache.release_aborted_request(rid)
+            self.turns.ended(request, STOPS[FINISH_ABORT])
         else:
-            self.finish(request)
+            self.finish(request, FINISH_ABORT)
         return request
 
     # -- one step -----------------------------------------------------------------------
@@ -120,22 +127,11 @@ class Scheduler:
     def plan(self) -> list[ScheduledTokens]:
         """Parts of the next pass, at most `chunk_tokens` together (each running decode gets its one)."""
         self._reserve = max(_MIN_RESERVE, self._reserve * _RESERVE_DECAY)
-        parts = self._plan_running()
-        budget = self.limits.chunk_tokens
-        left = None if budget is None else max(0, budget - sum(part.num_tokens for part in parts))
-        for request in list(self.waiting):
-            if len(self.running) >= self.limits.max_running or left == 0:
-                break
-            admission = self._admit(request)
-            if admission is _Admission.FULL:
-                empty = not self.running and not self._cache.is_transferring
-                if empty:
-                    raise Misuse(f"an empty engine has no room for {request.rid}: {self._slots.room} tokens")
-                break
-            if admission is _Admission.DONE:
-                part = self._next_part(request, left, admitted=True)
-                parts.append(part)
-                left = None if left is None else left - part.num_tokens
+        self.turns.begin()
+        ready = self._grow_running()
+        parts = [ScheduledTokens(r, 1) for r in ready if r.num_uncomputed == 1]
+        self._plan_prefills(parts, [r for r in ready if r.num_uncomputed > 1])
+        self.turns.planned([(part.request, part.num_tokens) for part in parts])
         return parts
 
     def computed(self, part: ScheduledTokens) -> bool:
@@ -152,9 +148,18 @@ class Scheduler:
             self._cache.cache_unfinished_req(request, chunked=not is_whole)
         return is_whole
 
-    def finish(self, request: Request) -> None:
-        """A running request ended (answered or aborted): its computed tokens stay in the prefix cache."""
+    def answered(self, request: Request) -> None:
+        """A token was sampled for a request that is computed."""
+        self.turns.answered(request)
+
+    def finish(self, request: Request, reason: str) -> None:
+        """A running request ended (answered or aborted): its computed tokens stay in the prefix cache.
+
+        reason: one of `api.FINISH_*`.
+        """
+        request.session_stop = STOPS.get(reason, "")
         self._release(request, is_insert=True)
+        self.turns.ended(request, request.session_stop)
 
     def retract(self, request: Request) -> None:
         """Stop a running request and free its own pages; it waits first in line and computes them again."""
@@ -170,20 +175,46 @@ class Scheduler:
         request.num_admissions -= 1
         request.num_failed_passes += 1
 
-    # -- running requests ---------------------------------------------------------------
+    # -- prefills -----------------------------------------------------------------------
 
-    def _plan_running(self) -> list[ScheduledTokens]:
-        """Decodes first (they are one token each), then prefills under way within what is left."""
-        ready = self._grow_running()
-        parts = [ScheduledTokens(r, 1) for r in ready if r.num_uncomputed == 1]
+    def _plan_prefills(self, parts: list[ScheduledTokens], under_way: list[Request]) -> None:
+        """Add prompts to the decodes of a pass, under way and new ones, as their turn is. Where decodes leave
+        nothing, one under way gets a token all the same."""
         budget = self.limits.chunk_tokens
         left = None if budget is None else max(1, budget - len(parts))
-        for request in (r for r in ready if r.num_uncomputed > 1):
+        may_admit = budget is None or budget > len(parts)
+        for request in self._in_turn(under_way):
             if left == 0:
-                break
-            parts.append(self._next_part(request, left, admitted=False))
-            left = None if left is None else left - parts[-1].num_tokens
-        return parts
+                return
+            is_new = request.req_pool_idx is None
+            if is_new:
+                if not may_admit or len(self.running) >= self.limits.max_running:
+                    continue
+                admission = self._admit(request)
+                if admission is _Admission.FULL:
+                    self._refuse_stuck(request)
+                    may_admit = self.turns.passes_over
+                if admission is not _Admission.DONE:
+                    continue
+            part = self._next_part(request, left, admitted=is_new)
+            parts.append(part)
+            left = None if left is None else left - part.num_tokens
+
+    def _in_turn(self, under_way: list[Request]) -> list[Request]:
+        """Who may compute its prompt, the next first: those that were answered before they were retracted, then
+        as `turns` has them. A prefill under way that it leaves out comes last."""
+        known = {r.rid: r for r in (*under_way, *self.waiting)}
+        resumed = [r for r in known.values() if r.output_ids]
+        ordered = [known[rid] for rid in self.turns.order() if rid in known]
+        taken = {r.rid for r in (*resumed, *ordered)}
+        return [*resumed, *ordered, *(r for r in under_way if r.rid not in taken)]
+
+    def _refuse_stuck(self, request: Request) -> None:
+        """Misuse, where nothing will ever give pages back."""
+        if not self.running and not self._cache.is_transferring:
+            raise Misuse(f"an empty engine has no room for {request.rid}: {self._slots.room} tokens")
+
+    # -- running requests ---------------------------------------------------------------
 
     def _grow_running(self) -> list[Request]:
         """Give every running request room for its known tokens, oldest first; returns those that have it.
@@ -260,6 +291,8 @@ class Scheduler:
         """Match, load back, lock and allocate for a waiting request; all of it or nothing."""
         if not self._cache.check_prefetch_progress(request.rid):
             return _Admission.PREFETCHING
+        if not self._may_fit(request):
+            return _Admission.FULL
         request.storage_hit_length += self._cache.pop_prefetch_loaded_tokens(request.rid)
         self._match(request)
         held = self._cache.inc_lock_ref(request.last_node)
@@ -271,6 +304,7 @@ class Scheduler:
         self.waiting.remove(request)
         self.running.append(request)
         request.num_admissions += 1
+        self.turns.started(request)
         return _Admission.DONE
 
     def _match(self, request: Request) -> None:
@@ -284,6 +318,10 @@ class Scheduler:
         request.host_hit_length = match.host_hit_length
         request.num_known = match.mamba_branching_seqlen or 0
         request.cache_protected_len = len(match.device_indices)
+
+    def _may_fit(self, request: Request) -> bool:
+        """Whether it could, by what was found of it last: asked of each that waits, at each step."""
+        return request.num_tokens - self.turns.found_on_device(request) <= self._slots.room
 
     def _fits(self, request: Request) -> bool:
         """Whether the request's tokens fit beside a share of the running answers. The match is locked."""

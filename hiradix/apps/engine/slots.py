@@ -7,6 +7,7 @@ request holds about a window and a chunk of them, however long it is.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,13 +22,19 @@ Allocator = SlotAllocator | HybridSlotAllocator
 
 
 class SlotSupply:
-    """The allocator and the cache behind it, as one supply. Sizes are in tokens."""
+    """The allocator and the cache behind it, as one supply. Sizes are in tokens.
 
-    def __init__(self, cache: PrefixCache, allocator: Allocator, page_size: int):
+    drop_first: lets so many cached tokens go that are worth less than what the eviction policy would choose.
+    """
+
+    def __init__(
+        self, cache: PrefixCache, allocator: Allocator, page_size: int, drop_first: Callable[[int], None]
+    ):
         self._cache = cache
         self._allocator = allocator
         self._hybrid = allocator if isinstance(allocator, HybridSlotAllocator) else None
         self._page_size = page_size
+        self._drop_first = drop_first
 
     @property
     def has_windows(self) -> bool:
@@ -41,6 +48,9 @@ class SlotSupply:
     def alloc(self, num_tokens: int) -> torch.Tensor | None:
         """Slots of whole pages, evicting when short; None when that is not enough. No window pages."""
         short = num_tokens - free_tokens(self._allocator)
+        if short > 0:
+            self._drop_first(short)
+            short = num_tokens - free_tokens(self._allocator)
         if short > 0:
             self._cache.evict(EvictParams(num_tokens=short))
         if self._hybrid is None:

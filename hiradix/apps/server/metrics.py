@@ -40,6 +40,11 @@ ENGINE_GAUGES: tuple[Figure, ...] = (
         lambda s: s.engine.protected_tokens,
     ),
     (
+        "hiradix:sessions_in",
+        "Sessions that the order of service has let in.",
+        lambda s: s.engine.num_sessions_in,
+    ),
+    (
         "hiradix:transfers_in_flight",
         "Transfers between tiers not ended yet.",
         lambda s: s.cache.num_in_flight,
@@ -50,6 +55,11 @@ ENGINE_COUNTERS: tuple[Figure, ...] = (
         "sglang:num_retractions",
         "Requests put back because pages ran out.",
         lambda s: s.engine.num_retractions,
+    ),
+    (
+        "hiradix:late_first_tokens",
+        "First tokens behind the bound of the order of service.",
+        lambda s: s.engine.num_late,
     ),
     ("hiradix:engine_steps", "Scheduler steps.", lambda s: s.engine.num_steps),
 )

@@ -41,6 +41,7 @@ from hiradix.apps.server.schema import (
     Owner,
     SessionBody,
     read_body,
+    session_of,
 )
 from hiradix.apps.server.service import Generation, Service, TokenizerLike
 from hiradix.errors import Misuse
@@ -102,7 +103,9 @@ class OpenAI:
             prompt_ids = await self._prompt_ids(body.one_prompt(), self._service.context_length)
         params = self._params(body, body.max_tokens or DEFAULT_COMPLETION_TOKENS, body.logprobs)
         envelope = self._envelope("cmpl", body, body.logprobs is not None)
-        generation = Generation(envelope.id, prompt_ids, params, body.scope(self._owner(request)))
+        generation = Generation(
+            envelope.id, prompt_ids, params, body.scope(self._owner(request), session_of(request))
+        )
         renderer = CompletionRenderer(envelope)
         return _Job(generation, renderer, envelope, "prompt", bool(body.stream), body.include_usage)
 
@@ -120,7 +123,9 @@ class OpenAI:
             limit = max(1, self._service.context_length - len(prompt_ids))
         params = self._params(body, limit, num_logprobs)
         envelope = self._envelope("chatcmpl", body, num_logprobs is not None)
-        generation = Generation(envelope.id, prompt_ids, params, body.scope(self._owner(request)))
+        generation = Generation(
+            envelope.id, prompt_ids, params, body.scope(self._owner(request), session_of(request))
+        )
         renderer = ChatRenderer(envelope)
         return _Job(generation, renderer, envelope, "messages", bool(body.stream), body.include_usage)
 
@@ -137,7 +142,7 @@ class OpenAI:
             body = await read_body(request, SessionBody, share)
             self._check_model(body.model)
             owner = self._owner(request)
-            scope = body.scope(hint, owner)
+            scope = body.scope(hint, owner, session_of(request))
             if body.messages is not None:
                 prompt_ids = await self._chat_ids(body.messages, None)
             else:

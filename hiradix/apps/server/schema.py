@@ -86,7 +86,8 @@ def _whole_characters(text: str) -> str:
     return text
 
 
-_Name = Annotated[str, Field(max_length=256), AfterValidator(_whole_characters)]
+MAX_SESSION_CHARS = 256
+_Name = Annotated[str, Field(max_length=MAX_SESSION_CHARS), AfterValidator(_whole_characters)]
 TENANT_SALT = "tenant:"
 """How the salts of tenants begin, who are known by their keys: no client may name one."""
 
@@ -136,6 +137,7 @@ class GenerationBody(_Addressed):
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    session_id: _Name | None = None
     end_of_session: bool = False
     keep_alive: bool = False
 
@@ -153,12 +155,12 @@ class GenerationBody(_Addressed):
             logprobs=logprobs,
         )
 
-    def scope(self, owner: Owner = Owner()) -> Scope:
-        """Whose cache the request may share."""
+    def scope(self, owner: Owner = Owner(), session: str = "") -> Scope:
+        """Whose cache the request may share, and of which session it is: `session`, if the body says nothing."""
         if self.end_of_session and self.keep_alive:
             raise ApiError("end_of_session: excludes keep_alive", param="end_of_session")
         hint = "end_of_session" if self.end_of_session else "keep_alive" if self.keep_alive else None
-        return Scope(*self.namespace(owner), self.priority, hint)
+        return Scope(*self.namespace(owner), self.priority, hint, self.session_id or session)
 
     @property
     def include_usage(self) -> bool:
@@ -216,12 +218,24 @@ class SessionBody(_Addressed):
 
     messages: Annotated[list[MessageBody], Field(min_length=1, max_length=10_000)] | None = None
     prompt: str | list[int] | None = None
+    session_id: _Name | None = None
 
-    def scope(self, hint: str, owner: Owner = Owner()) -> Scope:
+    def scope(self, hint: str, owner: Owner = Owner(), session: str = "") -> Scope:
         """Whose conversation it is, and what is said of it."""
         if (self.messages is None) == (self.prompt is None):
             raise ApiError("messages: send either messages or prompt", param="messages")
-        return Scope(*self.namespace(owner), hint=hint)
+        return Scope(*self.namespace(owner), hint=hint, session=self.session_id or session)
+
+
+SESSION_HEADER = "x-session-id"
+
+
+def session_of(request: Request) -> str:
+    """The session that a request's header names, "" where it has none. ApiError where it is too long."""
+    name = request.headers.get(SESSION_HEADER, "")
+    if len(name) > MAX_SESSION_CHARS:
+        raise ApiError(f"{SESSION_HEADER}: longer than {MAX_SESSION_CHARS} characters", param=SESSION_HEADER)
+    return name
 
 
 class ChatBody(GenerationBody):
