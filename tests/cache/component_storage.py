@@ -289,8 +289,10 @@ class StoredPlayer(Player):
         assert prefetcher is not None
         if draw(4) == 0:
             prefetcher.abort(handle)
-        elif not prefetcher.progress(handle):
+        elif not prefetcher.progress(handle) or draw(2):  # or it may run, and waits on for other reasons
             world.waiting.append(handle)
+        else:
+            prefetcher.abort(handle)
 
     def thin(self, draw: Draw) -> None:
         """Windows and records leave a tier."""

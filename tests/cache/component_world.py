@@ -326,8 +326,10 @@ class ComponentWorld:
         assert len(self.cache.in_flight) == 0 and self.controller.is_idle
 
     def assert_drained(self) -> None:
-        """Nothing held; after a reset every page of every pool is free again."""
+        """Nothing held; after a reset every page of every pool is free again. All requests end."""
         self.settle()
+        assert self.cache.prefetcher is not None
+        self.cache.prefetcher.stop_all()
         self.check()
         for tier in Tier:
             for c in range(len(self.components)):
