@@ -85,6 +85,7 @@ class Prefetcher:
         self._loaded: dict[Hashable, tuple[int, int]] = {}  # first page, pages
         self._is_stale = False  # something has happened that may let somebody have room
         self._lacks_pages = False  # somebody has room, and the host no page for it
+        self._num_held = 0  # pages of the backbone that those who wait have, as of `balance`
 
     def _make_reads(self, no_regret: NoRegret, agree: Agree | None) -> Reads | BoundaryReads:
         arrivals, executor = Arrivals(self._supply), self._executor
@@ -106,7 +107,7 @@ class Prefetcher:
         self._waiting.clear()
         self._running.clear()
         self._loaded.clear()
-        self.num_short = 0
+        self.num_short = self._num_held = 0
 
     # -- the request's side -------------------------------------------------------------
 
@@ -138,7 +139,7 @@ class Prefetcher:
         asked = key.num_pages(self._tree.page_size) - node.end
         if asked <= 0 or not self.policy.worth_asking(asked):
             return 0
-        asked = self.reads.most(key, node)
+        asked = min(asked, self.reads.most(key, node) + self._num_held)
         return asked if self.policy.worth_asking(asked) else 0
 
     def in_order(self, handles: Sequence[Hashable]) -> None:
@@ -189,6 +190,9 @@ class Prefetcher:
 
         What others had put into the tree in the meantime lies before them.
         """
+        p = self._waiting.get(handle)
+        if p is not None and self.is_done(handle):
+            self._tell(p)
         return self._loaded.pop(handle, (0, 0))
 
     def stop(self, handle: Hashable) -> None:
@@ -328,7 +332,7 @@ class Prefetcher:
             )
             if not self._is_stale:
                 break
-        self.num_short = 0
+        self.num_short, self._num_held = 0, self.reserved_pages()[BACKBONE]
         for p in self._running:
             if p.phase is PrefetchPhase.FOUND:
                 self.num_short += 1

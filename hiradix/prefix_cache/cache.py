@@ -403,7 +403,7 @@ class PrefixCache:
         """Count the prefix a request found as used, once; it may be due to be copied down now."""
         if req.rid not in self._counted:
             self._counted.add(req.rid)
-            self.release_aborted_request(req.rid)  # it runs: nothing need be held for it any more
+            self.terminate_prefetch(req.rid)  # it runs: nothing need be held for it any more
             self.cache.count_use(req.last_node, _priority_of(req))
             self.cache.inserted(req.last_node)
 

@@ -242,6 +242,7 @@ class StoredWorld(ComponentWorld):
             self.num_ends += want - start
             read = sum(count for component, count in self.gets[gets:] if component == 0)
             self.num_beside += read < want - start
+        prefetcher.abort(handle)  # it runs
 
     def check_hints(self) -> None:
         """What the tree believes storage to have is there, unless it was lost."""
@@ -263,7 +264,8 @@ class StoredWorld(ComponentWorld):
             self.cache.prefetcher.abort(handle)
         self.waiting.clear()
         super().settle()
-        assert self.cache.prefetcher is not None and len(self.cache.prefetcher) == 0
+        assert self.cache.prefetcher is not None
+        assert len(self.cache.prefetcher) == self.cache.prefetcher.num_short
 
 
 class StoredPlayer(Player):
@@ -289,10 +291,12 @@ class StoredPlayer(Player):
         assert prefetcher is not None
         if draw(4) == 0:
             prefetcher.abort(handle)
-        elif not prefetcher.progress(handle) or draw(2):  # or it may run, and waits on for other reasons
+        elif not prefetcher.progress(handle):
             world.waiting.append(handle)
-        else:
+        elif draw(4):  # else it may run, and waits on
             prefetcher.abort(handle)
+        else:
+            world.waiting.append(handle)
 
     def thin(self, draw: Draw) -> None:
         """Windows and records leave a tier."""
