@@ -121,11 +121,22 @@ class BoundaryReads:
         self._tree.unlock(lock)
         return min(num_pages, resident.end + room) - node.end
 
-    def hold(self, p: Prefetch) -> int:
-        """Keep what the tiers have of the backbone behind the anchor; storage need not be asked for it."""
-        resident = _resident_end(self._tree, p.key)
-        self._keep(p, resident)
-        return min(p.asked_pages, resident.end - p.anchor.end)
+    def num_known(self, p: Prefetch) -> int:
+        """How much of the backbone the tiers have behind the anchor; storage need not be asked for it."""
+        return min(p.asked_pages, _resident_end(self._tree, p.key).end - p.anchor.end)
+
+    def knows(self, p: Prefetch, hit: StorageHit) -> bool:
+        """Whether what storage was not asked for, as a tier had it, is still there."""
+        return not hit.known or _resident_end(self._tree, p.key).end >= hit.start + hit.known
+
+    def coming(self, p: Prefetch, node: Node, end: int) -> list[int]:
+        """Pages of each component that are read for a boundary at page `end` where one at `node` is there."""
+        resident = _resident_end(self._tree, p.key.head(end, self._tree.page_size))
+        return [end - page for page in lacking(self._tree, resident, node.end, end)]
+
+    def hold(self, p: Prefetch) -> None:
+        """Keep what the tiers have of the backbone behind the anchor of `p`, which is locked."""
+        self._keep(p, _resident_end(self._tree, p.key))
 
     def windows(self) -> list[TrailingWindow]:
         """What storage must have of further components where hits end."""
@@ -133,10 +144,7 @@ class BoundaryReads:
 
     def submit(self, p: Prefetch, found: StorageHit) -> bool:
         """Submit reads for what was found; False if there are none: the host has no room, or nothing is
-        lacking, or they are not worth their time."""
-        if not self.no_regret.takes(GatedTransfer.FETCH, len(found.hashes)):
-            self._supply.counters.miss("slower_than_compute", len(found.hashes))
-            return False
+        lacking."""
         limits = self._limits(p, found)
         if not limits:
             return self._submit_steps(p, found, [])

@@ -121,6 +121,8 @@ class HierarchicalCache:
         """Apply finished transfers. Costs next to nothing when there are none."""
         if self.controller is not None:
             self._apply(True)
+            if self.prefetcher is not None:
+                self.prefetcher.next_round()
 
     def _apply(self, ok: bool) -> bool:
         """Apply what all ranks have; whether all of them are `ok`. One exchange where there are ranks."""
@@ -132,6 +134,8 @@ class HierarchicalCache:
         for result in results:
             self.in_flight.apply(result)
         self._load_back.drop_failed()
+        if self.prefetcher is not None:
+            self.prefetcher.balance()
         return ok
 
     def settle(self, ok: bool = True) -> bool:
@@ -153,8 +157,8 @@ class HierarchicalCache:
             for component in range(len(tree.components))
         ]
         free = [pool.available for pool in (*supply.device_pools, *supply.host_pools)]
-        prefetches = len(self.prefetcher) if self.prefetcher is not None else 0
-        return *counts, *free, len(self.in_flight), prefetches
+        prefetches = () if self.prefetcher is None else self.prefetcher.state()
+        return *counts, *free, len(self.in_flight), *prefetches
 
     def match(self, key: RadixKey) -> Match:
         """Deepest boundaries of `key` usable on the device as it is, and after a load back."""
@@ -368,6 +372,8 @@ class HierarchicalCache:
     def check(self) -> None:
         """Tree invariants, and each host page in exactly one place. O(tree); for tests and idle time."""
         self.tree.check()
+        if self.prefetcher is not None:
+            self.prefetcher.check()
         for component, pool in enumerate(self.supply.host_pools):
             owned = self.in_flight.owned(component)
             resident = self.tree.all_pages(HOST, component)

@@ -69,6 +69,7 @@ class CacheCounters:
     backup_failed: int = 0
     prefetched: int = 0  # storage to host
     prefetched_late: int = 0  # of those, what came when nobody waited for it any more
+    refetched: int = 0  # pages fetched again for one who waits, as one nearer to its turn had the room
     unfulfilled: dict[str, int] = field(default_factory=dict)  # prefetch pages not delivered, by reason
 
     def miss(self, reason: str, num_pages: int) -> None:

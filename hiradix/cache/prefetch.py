@@ -1,27 +1,37 @@
 """Storage to host, while a request waits in the queue.
 
-    query (worker hashes and asks the backend) -> host pages for what is there -> reads (see `reads`), adopted
-    into the tree as they arrive -> done
+    query (worker hashes and asks the backend; it holds nothing) -> room for what is there, nearest to its turn
+    first (see `waiting`) -> reads (see `reads`), adopted into the tree as they arrive -> held on the host until
+    the request runs or ends
 
-The request is told when to go on by the prefetch policy; what arrives after that still enters the tree.
-Host pages are allocated only when the hit length is known. Every path ends in `_finish`.
+The request is told when to go on by the prefetch policy; what arrives after that still enters the tree. Who
+has no room yet is given it later by itself, and so is who had to let go of what was fetched for it. Host
+pages are allocated only when the hit length is known. Every path ends in `_finish`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Final
+
+import numpy as np
 
 from hiradix.cache.agreement import Agree, least
 from hiradix.cache.boundaries import BoundaryReads, Ends, pages_of_a_step
 from hiradix.cache.in_flight import InFlightJob, InFlightJobs
-from hiradix.cache.pages import PageSupply
+from hiradix.cache.pages import BACKBONE, PageSupply
 from hiradix.cache.prefetch_state import Arrivals, Prefetch, PrefetchPhase, StorageHit
 from hiradix.cache.reads import Reads
+from hiradix.cache.waiting import Calls, HeldPages, Sharing, WaitingOrder, Wish, fit, on_device_only
 from hiradix.errors import Misuse
-from hiradix.policy.no_regret import NoRegret
+from hiradix.policy.no_regret import GatedTransfer, NoRegret
 from hiradix.policy.prefetch_policy import PrefetchPolicy
 from hiradix.transfer import JobKind, Result, StorageExecutor
-from hiradix.tree import Node, RadixKey, RadixTree, Tier
+from hiradix.tree import HOST, Lock, Node, RadixKey, RadixTree
+
+MAX_QUERIES: Final = 4  # of one request, where what was on the host when it was asked for has gone since
+
+MAX_ROUNDS: Final = 3  # of sharing out room at once: who joined a prefetch that has ended may have some
 
 
 class StorageQuery(InFlightJob):
@@ -48,7 +58,10 @@ class StorageQuery(InFlightJob):
 
 
 class Prefetcher:
-    """All prefetches under way, by request handle."""
+    """All prefetches under way, and the host room of requests that wait, by request handle.
+
+    What is decided here follows from requests, agreed results and the common clock, so ranks decide alike.
+    """
 
     def __init__(
         self,
@@ -61,15 +74,19 @@ class Prefetcher:
         agree: Agree | None = None,
     ):
         self.policy = policy
+        self.num_short = 0  # requests whose pages were found and that have no room for them, as of `balance`
         self._tree: RadixTree = supply.tree
         self._supply = supply
         self._executor = executor
         self._in_flight = in_flight
         self._clock = clock
         self.reads = self._make_reads(no_regret, agree)
-        self._active: dict[Hashable, Prefetch] = {}
+        self._waiting = WaitingOrder()
         self._running: list[Prefetch] = []  # not DONE; outlives the handle of an aborted request
         self._loaded: dict[Hashable, tuple[int, int]] = {}  # first page, pages
+        self._is_stale = False  # something has happened that may let somebody have room
+        self._lacks_pages = False  # somebody has room, and the host no page for it
+        self._num_held = 0  # pages of the backbone that those who wait have, as of `balance`
 
     def _make_reads(self, no_regret: NoRegret, agree: Agree | None) -> Reads | BoundaryReads:
         arrivals, executor = Arrivals(self._supply), self._executor
@@ -86,57 +103,84 @@ class Prefetcher:
 
     def clear(self) -> None:
         """Forget everything (after a reset; the jobs in flight are orphans now)."""
-        for p in self._running:
+        for p in (*self._running, *self._waiting):
             p.phase, p.lock, p.beside = PrefetchPhase.DONE, None, None
-        self._active.clear()
+        self._waiting.clear()
         self._running.clear()
         self._loaded.clear()
+        self.num_short = self._num_held = 0
 
     # -- the request's side -------------------------------------------------------------
 
     def start(self, handle: Hashable, key: RadixKey, node: Node) -> bool:
-        """Ask storage for what follows `node` (the deepest loadable node of `key`). False: not worth it."""
+        """A request waits: storage is asked for what follows `node` (the deepest loadable node of `key`), and
+        what the host has of it is held when there is room. False: storage is not asked."""
         self.abort(handle)
-        asked = key.num_pages(self._tree.page_size) - node.end
-        if asked <= 0 or not self._executor.storage_attached or not self.policy.worth_asking(asked):
+        if not self._executor.storage_attached:
             return False
-        asked = self.reads.most(key, node)
-        if not self.policy.worth_asking(asked):
-            return False
-        primary, in_flight = self._same_pages(key, node), self.pages_in_flight()
-        if primary is None and not self.policy.has_capacity(in_flight, asked, self._host_pages()):
-            self._supply.counters.miss("host_capacity", asked)
-            return False
+        asked = self._worth(key, node)
         limit_s = self.policy.wait_limit_s(asked)
-        if limit_s and not self.reads.no_regret.asks(asked):
+        if asked and limit_s and not self.reads.no_regret.asks(asked):
+            asked = 0
+        if not asked and not node.end:
             return False
-        p = Prefetch(key, asked, node.end, self._clock(), limit_s, node)
-        self._active[handle] = p
+        p = Prefetch(handle, key, asked, node.end, self._clock(), limit_s, node, had_end=node.end)
+        self._waiting.add(p)
+        self._is_stale = True
+        if not asked:
+            p.phase, p.wants_hold = PrefetchPhase.DONE, True
+            return False
         self._running.append(p)
-        if primary is not None:
-            p.phase, p.primary = PrefetchPhase.JOINED, primary
-        else:
+        if not self._join(p, node):
             self._query(p)
         return True
 
+    def _worth(self, key: RadixKey, node: Node) -> int:
+        """How many pages of `key` behind `node` storage is asked for; 0: it is not worth it."""
+        asked = key.num_pages(self._tree.page_size) - node.end
+        if asked <= 0 or not self.policy.worth_asking(asked):
+            return 0
+        asked = min(asked, self.reads.most(key, node) + self._num_held)
+        return asked if self.policy.worth_asking(asked) else 0
+
+    def in_order(self, handles: Sequence[Hashable]) -> None:
+        """The order in which requests that wait will run, next first; those not named are behind. Until this
+        is called, it is the order in which `progress` asks for them, else that of their arrival."""
+        if self._waiting.told(handles):
+            self._is_stale = True
+
     def progress(self, handle: Hashable) -> bool:
         """True when the request should go on to be scheduled, with whatever is in the tree by now."""
-        p = self._active.get(handle)
+        p = self._waiting.get(handle)
         if p is None:
             return True
-        done = p.phase is PrefetchPhase.DONE
-        if not done and not self.policy.should_stop(self._clock() - p.started_s, p.asked_pages):
+        self._waiting.asked(p)
+        if p.goes_on or p.phase is PrefetchPhase.DONE or self._has_all(p):
+            self._tell(p)
+            return True
+        if not self._is_over_time(p):
             return False
-        if not done:
-            p.is_late = True
-            self._supply.counters.miss("deadline", p.unread_pages)
-        self._release(handle)
+        self._tell(p)
+        self._go_on(p)
         return True
 
     def is_done(self, handle: Hashable) -> bool:
         """Whether nothing more will arrive for `handle`: then `progress` will say so, too."""
-        p = self._active.get(handle)
-        return p is None or p.phase is PrefetchPhase.DONE
+        p = self._waiting.get(handle)
+        return p is None or p.goes_on or p.phase is PrefetchPhase.DONE
+
+    def fetching_pages(self, handle: Hashable) -> int:
+        """Pages that storage has for it, as far as it has said so, and which are not on the host yet."""
+        p = self._waiting.get(handle)
+        if p is None or p.goes_on:
+            return 0
+        while p.phase is PrefetchPhase.JOINED and p.primary is not None:
+            p = p.primary
+        if p.phase is PrefetchPhase.READ:
+            return p.coming_pages
+        if p.phase is PrefetchPhase.FOUND and p.hit is not None:
+            return max(0, p.hit.end - self._tree.match(p.key).loadable_node.end)
+        return 0
 
     def pop_loaded_pages(self, handle: Hashable) -> int:
         """Pages that `handle`'s prefetch brought to the host. Reading resets it."""
@@ -147,22 +191,34 @@ class Prefetcher:
 
         What others had put into the tree in the meantime lies before them.
         """
+        p = self._waiting.get(handle)
+        if p is not None and self.is_done(handle):
+            self._tell(p)
         return self._loaded.pop(handle, (0, 0))
 
     def stop(self, handle: Hashable) -> None:
-        """Stop waiting for `handle`'s prefetch; what arrives later still enters the tree."""
-        if handle in self._active:
-            self._release(handle)
+        """`handle` waits no more: nothing is held or fetched for it. What arrives later still enters the
+        tree."""
+        p = self._waiting.get(handle)
+        if p is None:
+            return
+        self._tell(p)
+        self._waiting.remove(p)
+        self._is_stale = True
+        if p.phase is PrefetchPhase.DONE:
+            self._unlock(p)
+        else:
+            self._go_on(p)
 
     def abort(self, handle: Hashable) -> None:
-        """Stop for a request that ended. Its pages come back when the running read does."""
+        """Stop for a request that runs or has ended. Its pages come back when the running read does."""
         self.stop(handle)
         self._loaded.pop(handle, None)
 
     def stop_all(self) -> None:
         """Stop every prefetch (before a detach)."""
-        for handle in list(self._active):
-            self._release(handle)
+        for handle in self._waiting.handles():
+            self.stop(handle)
 
     def disown(self) -> None:
         """Stop every prefetch, and let nothing of theirs enter the tree any more: as after a reset that
@@ -171,105 +227,345 @@ class Prefetcher:
         for p in self._running:
             p.end_page = -1
 
-    def pages_in_flight(self) -> int:
-        """Pages that storage is being asked for, or that are being read; what has joined asks for none."""
-        return sum(p.asked_pages for p in self._running if p.phase is not PrefetchPhase.JOINED)
+    def _tell(self, p: Prefetch) -> None:
+        """Its request hears that it may run, or waits no more: what was brought for it is told once."""
+        if not p.is_told:
+            p.is_told = True
+            if p.loaded_pages:
+                self._loaded[p.handle] = p.loaded_end - p.loaded_pages, p.loaded_pages
 
-    def _host_pages(self) -> int:
-        return 0 if self._supply.host is None else self._supply.host.num_pages
+    def _has_all(self, p: Prefetch) -> bool:
+        """Whether what storage has of `p`, which waits for room to read it, is on the host after all."""
+        if p.phase is not PrefetchPhase.FOUND or p.hit is None:
+            return False
+        return self._tree.match(p.key).loadable_node.end >= p.hit.end
 
-    def _release(self, handle: Hashable) -> None:
-        p = self._active.pop(handle)
-        self._loaded[handle] = p.loaded_end - p.loaded_pages, p.loaded_pages
-        p.is_wanted = False
-        primary = p.primary
-        if p.phase is PrefetchPhase.JOINED:
+    def _is_over_time(self, p: Prefetch) -> bool:
+        """Whether the request of `p` goes on without what has not come."""
+        began_s, waits_with = p.started_s, p
+        while waits_with.phase is PrefetchPhase.JOINED and waits_with.primary is not None:
+            waits_with = waits_with.primary
+            began_s = max(began_s, waits_with.started_s)
+        if waits_with.phase is not PrefetchPhase.FOUND:
+            return self.policy.should_stop(self._clock() - began_s, p.asked_pages)
+        if p.room_since_s < 0:
+            p.room_since_s = self._clock()
+            p.room_limit_s = self.policy.room_wait_s(self._waiting.pages_ahead(p), p.asked_pages)
+        return self._clock() - p.room_since_s >= p.room_limit_s
+
+    def _go_on(self, p: Prefetch) -> None:
+        """The request of `p` waits no more for what has not come: it has ended, or has had its time."""
+        if self._waiting.has(p):
+            p.goes_on = p.is_late = True
+            reason = "host_capacity" if p.phase is PrefetchPhase.FOUND else "deadline"
+            found = 0 if p.hit is None else len(p.hit.hashes)
+            self._supply.counters.miss(reason, found if p.phase is PrefetchPhase.FOUND else p.unread_pages)
+        p.is_wanted, self._is_stale = False, True
+        self._drop_unwanted(p)
+
+    def _drop_unwanted(self, p: Prefetch) -> None:
+        """End `p` if nobody waits for it any more, and then what it has joined, likewise."""
+        if p.stopped or p.phase is PrefetchPhase.DONE or self._is_wanted(p):
+            return
+        p.stopped, primary = True, p.primary
+        for ticket in p.tickets:
+            self._executor.cancel(ticket)
+        if p.phase in (PrefetchPhase.FOUND, PrefetchPhase.JOINED):
             self._finish(p)
-        for left in (p, primary):
-            if left is not None and left.phase is not PrefetchPhase.DONE and not self._is_wanted(left):
-                left.stopped = True
-                for ticket in left.tickets:
-                    self._executor.cancel(ticket)
+        if primary is not None:
+            self._drop_unwanted(primary)
 
     def _is_wanted(self, p: Prefetch) -> bool:
         """Whether a request waits for `p`, its own or one that joined it."""
         return p.is_wanted or any(q.primary is p for q in self._running)
 
+    def _unlock(self, p: Prefetch) -> None:
+        """Nothing is held for `p` any more."""
+        p.wants_hold = False
+        locks = p.lock, p.beside
+        p.lock = p.beside = None
+        for lock in locks:
+            if lock is not None:
+                self._tree.unlock(lock)
+
+    # -- host room ----------------------------------------------------------------------
+
+    @property
+    def caps(self) -> list[int]:
+        """Pages of each component that are held for those who wait, at most."""
+        return [self.policy.limits.capacity_pages(pool.num_pages) for pool in self._supply.host_pools]
+
+    def reserved_pages(self) -> list[int]:
+        """Pages of each component that are held for those who wait, or being read for them. One whose pages
+        exceed the cap has all of it, alone. O(held nodes)."""
+        held = HeldPages(self._tree, self._holders())
+        return [min(count, cap) for count, cap in zip(held.pages, self.caps, strict=True)]
+
+    def _holders(self) -> Iterator[Prefetch]:
+        """All that have room, among them those that read on for no request of their own."""
+        for p in self._waiting:
+            if p.has_room:
+                yield p
+        for p in self._running:
+            if p.has_room and not self._waiting.has(p):
+                yield p
+
+    def state(self) -> tuple[int, ...]:
+        """What is the same on all ranks: prefetches under way, requests that wait, those without room."""
+        return len(self._running), len(self._waiting), self.num_short
+
+    def next_round(self) -> None:
+        """The engine asks anew, from the next to run on, which of those who wait may run."""
+        if self._waiting.next_round() or self._lacks_pages:
+            self._is_stale = True
+        self.balance()
+
+    def balance(self) -> None:
+        """Give room to those who wait for it, the nearest to its turn first. Next to nothing where nothing has
+        happened since the last call."""
+        if not self._is_stale:
+            return
+        for _ in range(MAX_ROUNDS):
+            self._is_stale = self._lacks_pages = False
+            holders = list(self._holders())
+            Sharing(self._tree, self.caps, holders, Calls(self._want, self._begin, self._let_go)).share_out(
+                self._candidates()
+            )
+            if not self._is_stale:
+                break
+        self.num_short, self._num_held = 0, self.reserved_pages()[BACKBONE]
+        for p in self._running:
+            if p.phase is PrefetchPhase.FOUND:
+                self.num_short += 1
+                p.has_waited = True
+
+    def _candidates(self) -> list[Prefetch]:
+        """Those who have room or may get it, nearest first. In the place of one that joined another, which
+        waits for room itself, stands that other."""
+        found: dict[Prefetch, None] = {}
+        for p in self._waiting:
+            other = p.primary if p.phase is PrefetchPhase.JOINED else None
+            if other is not None and other.phase is PrefetchPhase.FOUND:
+                found[other] = None
+            elif p.phase is not PrefetchPhase.DONE or p.lock is not None or p.wants_hold:
+                found[p] = None
+        return list(found)
+
+    def _want(self, p: Prefetch) -> Wish | None:
+        """What room `p` needs now, which has none; None if none: it asks storage again, or has joined another,
+        or the host has nothing of it."""
+        node = self._tree.match(p.key).loadable_node
+        if p.phase is PrefetchPhase.FOUND and p.hit is not None:
+            hit = p.hit
+            if node.end < hit.end:
+                if not (hit.start <= node.end and self.reads.knows(p, hit)):
+                    if not self._query_again(p, node):
+                        self._finish(p)
+                    return None
+                if self._join(p, node):
+                    return None
+                return Wish(node, self.reads.coming(p, node, hit.end))
+            self._finish(p)
+        if not p.wants_hold or (node.end < p.had_end and self._query_again(p, node)):
+            return None
+        if not node.end or on_device_only(self._tree, node):
+            p.wants_hold = False
+            return None
+        return Wish(node, [0] * len(self._tree.components))
+
+    def _query_again(self, p: Prefetch, node: Node) -> bool:
+        """What the host had of `p` has gone: storage is asked for it, if that is worth it."""
+        asked = 0 if p.goes_on or p.num_queries >= MAX_QUERIES else self._worth(p.key, node)
+        if not asked or not self._executor.storage_attached:
+            return False
+        if p.phase is PrefetchPhase.DONE:
+            self._running.append(p)
+        p.asked_pages, p.anchor, p.hit = asked, node, None
+        p.wants_hold, p.started_s = False, self._clock()
+        p.begins_at(node.end)
+        if not self._join(p, node):
+            self._query(p)
+        return True
+
+    def _begin(self, p: Prefetch, wish: Wish) -> bool:
+        """Hold what the host has of `p`, and read the rest. False: the host has no pages for it, as others
+        than those who wait have them."""
+        lock = self._tree.lock(wish.node, HOST)
+        is_alone = not fit(wish.coming, [0] * len(wish.coming), self.caps)
+        room = [self._supply.host_room(component) for component in range(len(wish.coming))]
+        if not (any(room) if is_alone else fit(wish.coming, [0] * len(room), room)):
+            self._tree.unlock(lock)
+            self._lacks_pages = True
+            return False
+        p.lock, p.anchor = lock, wish.node
+        if p.phase is PrefetchPhase.DONE:
+            p.wants_hold, p.had_end = False, wish.node.end
+            return True
+        self._read(p, wish)
+        return True
+
+    def _read(self, p: Prefetch, wish: Wish) -> None:
+        if p.hit is None:
+            raise Misuse("a prefetch is read that storage has not answered for")
+        if p.num_rooms:
+            self._supply.counters.refetched += max(0, p.had_end - wish.node.end)
+        p.num_rooms += 1
+        p.phase, p.goal, p.coming = PrefetchPhase.READ, p.hit.end, wish.coming
+        p.begins_at(wish.node.end)
+        if p.has_waited:
+            p.started_s = self._clock()
+        self.reads.hold(p)
+        if not self.reads.submit(p, p.hit.part(wish.node.end, p.hit.end)):
+            self._finish(p)
+
+    def _let_go(self, p: Prefetch) -> None:
+        """Hold nothing for `p` any more, as one that runs before it needs the room; later it is given room
+        again."""
+        if p.lock is None:
+            raise Misuse("nothing is held for a prefetch that lets go")
+        p.had_end = p.lock.node.end
+        self._unlock(p)
+        if p.goes_on:
+            return
+        p.has_waited = True
+        if p.hit is None:
+            p.wants_hold = True
+        else:
+            p.phase = PrefetchPhase.FOUND
+            self._running.append(p)
+
+    def check(self) -> None:
+        """Assert that room is held for those who wait alone, and no more than the cap of it. O(held nodes)."""
+        holders = list(self._holders())
+        for p in holders:
+            if p.phase is PrefetchPhase.DONE and not self._waiting.has(p):
+                raise Misuse(f"{p.handle} waits no more, and pages are held for it")
+        if not fit(HeldPages(self._tree, holders).pages, [0] * len(self.caps), self.caps):
+            alone = [HeldPages(self._tree, [p]).pages for p in holders]
+            if all(fit(pages, [0] * len(pages), self.caps) for pages in alone):
+                raise Misuse(f"{alone} pages are held for those who wait, of {self.caps}")
+
     # -- the transfer's side ------------------------------------------------------------
 
-    def _same_pages(self, key: RadixKey, node: Node, num_pages: int = 1) -> Prefetch | None:
-        """A running prefetch that will bring the first `num_pages` of `key` behind `node`."""
+    def _join(self, p: Prefetch, node: Node, num_pages: int = 1) -> bool:
+        """Have `p` wait for a running prefetch that will bring the first `num_pages` behind `node`; False if
+        there is none."""
+        primary = self._same_pages(p, node, num_pages)
+        if primary is None:
+            return False
+        p.phase, p.primary = PrefetchPhase.JOINED, primary
+        p.anchor, p.start_page = node, node.end
+        num_own = p.key.num_pages(self._tree.page_size) - _common_pages(
+            p.key, primary.key, self._tree.page_size
+        )
+        p.apart_pages = min(p.asked_pages, num_own)
+        return True
+
+    def _same_pages(self, p: Prefetch, node: Node, num_pages: int) -> Prefetch | None:
+        """A running prefetch that will bring the first `num_pages` of `p` behind `node`."""
         size, end = self._tree.page_size, node.end + num_pages
-        rows = [key.row(page, size) for page in range(node.end, end)]
-        for p in self._running:
-            is_open = p.phase in (PrefetchPhase.QUERY, PrefetchPhase.READ) and not p.stopped
-            if is_open and p.anchor is node and p.key.num_pages(size) >= end:
-                if rows == [p.key.row(page, size) for page in range(node.end, end)]:
-                    return p
+        rows = [p.key.row(page, size) for page in range(node.end, end)]
+        for q in self._running:
+            is_open = q.phase in (PrefetchPhase.QUERY, PrefetchPhase.READ) and not q.stopped
+            if is_open and q is not p and q.anchor is node and q.key.num_pages(size) >= end:
+                if rows == [q.key.row(page, size) for page in range(node.end, end)]:
+                    return q
         return None
 
     def _query(self, p: Prefetch) -> None:
+        """Ask storage what it has behind the anchor. Nothing is held meanwhile."""
         p.phase, p.primary = PrefetchPhase.QUERY, None
+        p.num_queries += 1
         p.storage_epoch = self._tree.storage_epoch
-        if p.lock is None:
-            p.lock = self._tree.lock(p.anchor, Tier.HOST)
         start = p.anchor.end
         rows = self._tree.rows(p.key, p.anchor, start, start + p.asked_pages)
-        query = StorageQuery(self, p, rows.start, rows.prior if rows.start else b"", self.reads.hold(p))
+        prior = rows.prior if rows.start else b""
+        query = StorageQuery(self, p, rows.start, prior, self.reads.num_known(p))
         ticket = self._executor.query(rows, p.asked_pages, self.reads.windows(), query.known)
         p.tickets.add(ticket)
         self._in_flight.add(ticket, query)
 
     def found(self, query: StorageQuery, result: Result) -> None:
-        """Storage has answered: what it has is read."""
+        """Storage has answered: what it has is read as soon as there is room for it."""
         p, skip = query.p, query.start - query.first_hashed  # pages of which the hash was not known
         p.tickets.discard(query.ticket)
-        if skip and result.hashes:
-            self._tree.set_hashes(p.anchor, query.first_hashed, result.hashes[:skip])
+        anchor = self._tree.current(p.anchor) if skip and result.hashes else None
+        if anchor is not None:
+            self._tree.set_hashes(anchor, query.first_hashed, result.hashes[:skip])
         if result.error is not None and not p.stopped:
             self._supply.counters.miss("storage_transfer", p.asked_pages)
         p.nothing_there = result.error is None and result.num_pages == 0
         chain = None if query.first_hashed else result.hashes
         names = result.hashes[skip : skip + result.num_pages]
         after = result.hashes[skip - 1] if skip and result.hashes else query.prior
-        is_read = self._read(p, StorageHit(query.start, names, chain, after, query.known))
+        hit = StorageHit(query.start, names, chain, after, query.known)
+        is_read = self._is_worth_reading(p, len(names))
         if p.is_measured:
-            num_read = result.num_pages if is_read else 0
-            self.reads.no_regret.answered(query.asked, num_read, result.duration_s)
+            self.reads.no_regret.answered(query.asked, len(names) if is_read else 0, result.duration_s)
+        if is_read:
+            p.hit, p.phase, self._is_stale = hit, PrefetchPhase.FOUND, True
+        else:
+            self._finish(p)
 
-    def _read(self, p: Prefetch, found: StorageHit) -> bool:
-        """Submit reads for the hits, if somebody still wants them; False: there are none."""
-        count = len(found.hashes)
+    def _is_worth_reading(self, p: Prefetch, count: int) -> bool:
+        """Whether what storage has of `p`, so many pages, is read: somebody still wants them, and they are
+        worth their time."""
         if p.stopped or not self.policy.worth_reading(count):
             self._supply.counters.miss("dropped" if p.stopped else "below_threshold", count)
-            self._finish(p)
             return False
-        p.phase = PrefetchPhase.READ
-        if self.reads.submit(p, found):
-            return True
-        self._finish(p)
-        return False
+        if not self.reads.no_regret.takes(GatedTransfer.FETCH, count):
+            self._supply.counters.miss("slower_than_compute", count)
+            return False
+        return True
 
     def _ask_again(self, p: Prefetch, num_pages: int) -> None:
         """Look for an earlier boundary, among the first `num_pages` pages asked for."""
-        p.asked_pages = num_pages
+        p.asked_pages, p.hit = num_pages, None
         if self.policy.worth_asking(num_pages) and self._executor.storage_attached:
+            self._unlock(p)
             self._query(p)
         else:
             self._finish(p)
 
     def _finish(self, p: Prefetch) -> None:
-        """The one end of every prefetch: unlock, and let those who joined it look again."""
+        """The one end of every prefetch: what has come is held if its request waits, and those who joined it
+        look again."""
         if p.tickets or p.unread_pages != 0:
             raise Misuse(f"a prefetch ends with tickets {p.tickets} and {p.unread_pages} pages unread")
-        p.phase = PrefetchPhase.DONE
+        p.phase, self._is_stale = PrefetchPhase.DONE, True
         self._running.remove(p)
-        for lock in (p.lock, p.beside):
-            if lock is not None:
-                self._tree.unlock(lock)
-        p.lock = p.beside = None
+        if not self._waiting.has(p):
+            self._unlock(p)
+        elif p.lock is None:
+            p.wants_hold = True
+        else:
+            self._keep_held(p, p.lock)
         for joined in [q for q in self._running if q.primary is p]:
             self._retry(joined, p)
+
+    def _keep_held(self, p: Prefetch, lock: Lock) -> None:
+        """Hold what has come for `p` until its turn: nothing that the device alone has, and no more than the
+        cap."""
+        before, p.beside = p.beside, None
+        if before is not None:
+            self._tree.unlock(before)
+        p.had_end, caps = lock.node.end, self.caps
+        is_whole = fit(HeldPages(self._tree).more_at(lock.node), [0] * len(caps), caps)
+        if on_device_only(self._tree, lock.node) or (not is_whole and len(caps) > 1):
+            self._unlock(p)
+        elif not is_whole:
+            self._hold_first(p, lock, caps[BACKBONE])
+
+    def _hold_first(self, p: Prefetch, lock: Lock, num_pages: int) -> None:
+        """Hold the first pages only of what has come."""
+        node: Node | None = None
+        self._tree.cut(lock.node, num_pages)
+        for n in self._tree.path(lock.node):
+            if n.end <= num_pages:
+                node = n
+                break
+        p.lock = None if node is None else self._tree.lock(node, HOST)
+        self._tree.unlock(lock)
 
     def _retry(self, p: Prefetch, primary: Prefetch) -> None:
         """A joined prefetch goes on for what the primary did not bring: with another one that will bring as
@@ -279,11 +575,15 @@ class Prefetcher:
         gained = max(0, node.end - p.start_page)
         p.loaded_pages += gained
         p.loaded_end = node.end
-        p.asked_pages -= gained
+        p.asked_pages = max(0, p.asked_pages - gained)
         p.start_page += gained
-        p.anchor = node
-        may_gain = gained or not (primary.nothing_there or p.gained_nothing)
-        p.gained_nothing = not gained
+        p.anchor, p.had_end = node, max(p.had_end, node.end)
+        if p.hit is not None and p.hit.start <= node.end < p.hit.end:
+            p.phase, self._is_stale = PrefetchPhase.FOUND, True
+            return
+        was_tried = not primary.stopped or primary.num_rooms > 0
+        may_gain = gained or not was_tried or not (primary.nothing_there or p.gained_nothing)
+        p.gained_nothing = was_tried and not gained
         if not (
             may_gain
             and p.asked_pages > 0
@@ -293,11 +593,12 @@ class Prefetcher:
             self._finish(p)
             return
         least_pages = min(p.asked_pages, max(1, self.policy.limits.threshold_pages))
-        p.primary = self._same_pages(p.key, node, least_pages)
-        if p.primary is not None:
-            return
-        if self.policy.has_capacity(self.pages_in_flight(), p.asked_pages, self._host_pages()):
+        if not self._join(p, node, least_pages):
             self._query(p)
-        else:
-            self._supply.counters.miss("host_capacity", p.asked_pages)
-            self._finish(p)
+
+
+def _common_pages(key: RadixKey, other: RadixKey, page_size: int) -> int:
+    """How many first pages of two keys of a namespace have the same tokens."""
+    count = min(key.num_pages(page_size), other.num_pages(page_size))
+    differ = key.tokens[: count * page_size] != other.tokens[: count * page_size]
+    return int(np.argmax(differ)) // page_size if differ.any() else count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -15,6 +16,7 @@ from hiradix.tree import HOST, Lock, Node, RadixKey, RadixTree
 
 class PrefetchPhase(Enum):
     QUERY = "query"
+    FOUND = "found"  # storage has pages of it, which wait for host room
     READ = "read"
     JOINED = "joined"  # waits for another prefetch of the same pages
     DONE = "done"
@@ -22,13 +24,15 @@ class PrefetchPhase(Enum):
 
 @dataclass(slots=True, eq=False)
 class Prefetch:
-    """One request's prefetch. `lock` pins `anchor`, the deepest host node reached so far."""
+    """One request's prefetch. `lock` pins `anchor`, the deepest host node reached so far, from when it has
+    room until its request runs or ends."""
 
+    handle: Hashable
     key: RadixKey
     asked_pages: int
     start_page: int
     started_s: float
-    limit_s: float  # the longest its request waits
+    limit_s: float  # the longest its request waits for storage
     anchor: Node
     lock: Lock | None = None
     beside: Lock | None = None  # on what the tiers have of the key behind `anchor`, in no boundary
@@ -51,6 +55,40 @@ class Prefetch:
     read_s: float = 0.0  # what those reads took
     tries: int = 0  # boundaries that were found and did not arrive
     again_end: int = 0  # where the next one is looked for: up to that page
+    hit: StorageHit | None = None  # what storage has of it, once it has said so
+    goal: int = 0  # the page where what is being read ends
+    coming: list[int] = field(default_factory=list)  # pages of each component that it was given room to read
+    apart_pages: int = 0  # of what was asked for, beyond what it has in common with the one it joined
+    wants_hold: bool = False  # nothing is to be read: what is on the host is to be held
+    had_end: int = 0  # where on the host ended what was there or came for it
+    num_queries: int = 0
+    num_rooms: int = 0  # how often it was given room to read
+    has_waited: bool = False  # for room
+    is_told: bool = False  # its request may run: it was said so
+    goes_on: bool = False  # its request has waited long enough: nothing is fetched for it any more
+    room_since_s: float = -1.0  # when its request was first asked for and had no room; before: less than 0
+    room_limit_s: float = 0.0  # the longest it waits for that
+
+    @property
+    def has_room(self) -> bool:
+        """Whether host pages are held or being filled for it."""
+        return self.lock is not None or self.phase is PrefetchPhase.READ
+
+    @property
+    def coming_pages(self) -> int:
+        """Host pages that its reads fill, which are not in the tree yet."""
+        if self.phase is not PrefetchPhase.READ:
+            return 0
+        end = self.anchor.end
+        if self.beside is not None:
+            end = max(end, self.beside.node.end)
+        return max(0, self.goal - end)
+
+    def begins_at(self, end: int) -> None:
+        """It is read from page `end` on: what had come behind that for it is gone."""
+        kept = max(0, min(self.loaded_end, end) - (self.loaded_end - self.loaded_pages))
+        self.loaded_pages, self.loaded_end = kept, end if kept else 0
+        self.end_page, self.has_failed, self.again_end = sys.maxsize, False, 0
 
     @property
     def is_measured(self) -> bool:

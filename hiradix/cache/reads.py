@@ -8,7 +8,7 @@ from collections.abc import Callable
 from hiradix.cache.in_flight import InFlightJob, InFlightJobs
 from hiradix.cache.pages import BACKBONE, Pages
 from hiradix.cache.prefetch_state import Arrivals, Prefetch, StorageHit
-from hiradix.policy.no_regret import GatedTransfer, NoRegret
+from hiradix.policy.no_regret import NoRegret
 from hiradix.transfer import JobKind, Result, StorageExecutor, TrailingWindow
 from hiradix.tree import Node, RadixKey
 
@@ -53,20 +53,27 @@ class Reads:
         """How many of `key`'s pages behind `node` may be asked for."""
         return key.num_pages(self._arrivals.tree.page_size) - node.end
 
-    def hold(self, p: Prefetch) -> int:
+    def num_known(self, p: Prefetch) -> int:
         """Of how many pages behind the anchor storage need not be asked for the backbone."""
         return 0
+
+    def knows(self, p: Prefetch, hit: StorageHit) -> bool:
+        """Whether what storage was not asked for, as a tier had it, is still there: it was asked for all."""
+        return True
+
+    def coming(self, p: Prefetch, node: Node, end: int) -> list[int]:
+        """Pages of each component that are read for a match at page `end` where one at `node` can be had."""
+        return [end - node.end]
+
+    def hold(self, p: Prefetch) -> None:
+        """Keep what the tiers have behind the anchor of `p`, which is locked: nothing, as it ends there."""
 
     def windows(self) -> list[TrailingWindow]:
         """What storage must have of further components where hits end."""
         return []
 
     def submit(self, p: Prefetch, found: StorageHit) -> bool:
-        """Submit reads for what was found, as far as the host can take it; False if there are none: it can
-        take nothing, or they are not worth their time."""
-        if not self.no_regret.takes(GatedTransfer.FETCH, len(found.hashes)):
-            self._supply.counters.miss("slower_than_compute", len(found.hashes))
-            return False
+        """Submit reads for what was found, as far as the host can take it; False if it can take nothing."""
         batch_pages, at = self._executor.limits.batch_pages, found.start
         while at < found.end:
             num_pages = min(batch_pages, found.end - at, self._supply.host_room())

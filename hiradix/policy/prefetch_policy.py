@@ -18,7 +18,7 @@ class PrefetchLimits:
     """Numbers of the extra config (names and defaults as upstream's) and the size of a page.
 
     threshold_tokens: shortest storage hit worth fetching; never less than one page.
-    capacity_share: share of the host pool that prefetches may ask for at one time.
+    capacity_share: share of each host pool that is held for requests that wait, at most.
     """
 
     page_size: int
@@ -37,7 +37,7 @@ class PrefetchLimits:
         return self.timeout_base_s + num_pages * per_page
 
     def capacity_pages(self, host_pages: int) -> int:
-        """Pages that all prefetches together may ask for with a host pool of `host_pages`."""
+        """Pages of a host pool of `host_pages` that are held for all requests that wait together."""
         return int(self.capacity_share * host_pages)
 
 
@@ -66,12 +66,13 @@ class PrefetchPolicy:
         """Whether a storage hit of `num_hit_pages` is fetched."""
         return num_hit_pages >= self.limits.threshold_pages
 
-    def has_capacity(self, num_pages_in_flight: int, num_pages: int, host_pages: int) -> bool:
-        """Whether `num_pages` more may be asked for. One prefetch alone always may: a cap below the
-        size of one prompt would switch prefetching off for good."""
-        if num_pages_in_flight == 0:
-            return True
-        return num_pages_in_flight + num_pages <= self.limits.capacity_pages(host_pages)
+    def room_wait_s(self, pages_ahead: int, num_pages: int) -> float:
+        """Longest a request that could run waits for host room for `num_pages`, with so many to be fetched
+        before them. 0 where it waits for nothing; else never for ever, as room may be held by requests that
+        cannot run."""
+        if self.name == "best_effort":
+            return 0.0
+        return self.limits.deadline_s(pages_ahead + num_pages)
 
     def should_stop(self, elapsed_s: float, num_pages: int) -> bool:
         """Whether a request that has waited `elapsed_s` for `num_pages` goes on with what has arrived."""

@@ -425,6 +425,7 @@ class PrefixCache:
 
     def forget_request(self, req: RequestLike) -> None:
         """A request has ended, or runs anew from its beginning."""
+        self.release_aborted_request(req.rid)
         self._counted.discard(req.rid)
         self._copies.forget(req.rid)
 
@@ -432,6 +433,7 @@ class PrefixCache:
         """Count the prefix a request found as used, once; it may be due to be copied down now."""
         if req.rid not in self._counted:
             self._counted.add(req.rid)
+            self.terminate_prefetch(req.rid)  # it runs: nothing need be held for it any more
             self.cache.count_use(req.last_node, _priority_of(req))
             self.cache.inserted(req.last_node)
 
@@ -605,12 +607,27 @@ class PrefixCache:
             key = self._key(tokens, req)[:num_tokens]
         return self._prefetcher.start(req_id, key.page_aligned(self.page_size), last_host_node)
 
+    def prefetch_in_order(self, req_ids: Sequence[Hashable]) -> None:
+        """The order in which waiting requests will run, next first: in it they are fetched, as much ahead as
+        there is room. Cheap if unchanged. Without it: the order of `check_prefetch_progress`, or arrival."""
+        if self._prefetcher is not None:
+            self._prefetcher.in_order(req_ids)
+
+    def fetching_tokens(self, req_id: Hashable) -> int:
+        """Tokens that storage has said it has for the request and that are not on the host yet; 0: nothing,
+        or not known."""
+        return 0 if self._prefetcher is None else self._prefetcher.fetching_pages(req_id) * self.page_size
+
     def check_prefetch_progress(self, req_id: Hashable) -> bool:
-        """True when the request may be scheduled: nothing to wait for, all there, or the policy says so."""
+        """True when the request may be scheduled: nothing to wait for, all there, or the policy says so.
+
+        False also while it waits for host room. What was fetched for it is held on the host from then on too,
+        until it is computed, or ends.
+        """
         return self._prefetcher is None or self._prefetcher.progress(req_id)
 
     def terminate_prefetch(self, req_id: Hashable) -> None:
-        """Stop waiting; what has arrived stays usable."""
+        """Stop waiting, as the request runs; what has arrived stays usable, and is held no more."""
         if self._prefetcher is not None:
             self._prefetcher.stop(req_id)
 
@@ -619,7 +636,7 @@ class PrefixCache:
         return 0 if self._prefetcher is None else self._prefetcher.pop_loaded_pages(req_id) * self.page_size
 
     def release_aborted_request(self, req_id: Hashable) -> None:
-        """Forget a request that ended while waiting. Never blocks."""
+        """Forget a request that waits no more. Never blocks."""
         if self._prefetcher is not None:
             self._prefetcher.abort(req_id)
 

@@ -224,6 +224,10 @@ class CacheStats(PoolStats):
     backup_failed: int
     prefetched: int
     prefetched_late: int  # of those, what came when nobody waited for it any more
+    refetched: int  # fetched again for a request that waits, as one nearer to its turn had the room
+    waiting_reserved: int  # on the host, held for requests that wait or being fetched for them
+    waiting_cap: int  # of that, at most
+    num_waiting_for_room: int  # requests whose pages storage has and which have no room for them yet
     unfulfilled: dict[str, int]
     num_in_flight: int  # transfers
     storage_attached: bool

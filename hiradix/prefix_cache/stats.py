@@ -14,7 +14,7 @@ from hiradix.tree import BACKBONE, DEVICE
 def stats_of(
     cache: HierarchicalCache, page_size: int, beside: AttentionKind | None, attached: AttachedStorage | None
 ) -> CacheStats:
-    """A snapshot for metrics. O(1)."""
+    """A snapshot for metrics. O(1), but for what is held for requests that wait: O(its nodes)."""
     total = {f.name: getattr(cache.counters, f.name) for f in fields(cache.counters)}
     unfulfilled = total.pop("unfulfilled")
     storage = None if attached is None else attached.storage
@@ -23,11 +23,15 @@ def stats_of(
         window = _pool_stats(cache, WINDOW, beside.unit)
     elif beside is not None:
         state = _pool_stats(cache, STATE, beside.unit)
+    prefetcher = cache.prefetcher
     return CacheStats(
         **asdict(_pool_stats(cache, BACKBONE, page_size)),
         window=window,
         state=state,
         unfulfilled={reason: count * page_size for reason, count in unfulfilled.items()},
+        waiting_reserved=0 if prefetcher is None else prefetcher.reserved_pages()[BACKBONE] * page_size,
+        waiting_cap=0 if prefetcher is None else prefetcher.caps[BACKBONE] * page_size,
+        num_waiting_for_room=0 if prefetcher is None else prefetcher.num_short,
         num_in_flight=len(cache.in_flight),
         storage_attached=storage is not None,
         storage_backend=None if attached is None else attached.name,

@@ -247,6 +247,7 @@ class StoredWorld(ComponentWorld):
             self.num_ends += want - start
             read = sum(count for component, count in self.gets[gets:] if component == 0)
             self.num_beside += read < want - start
+        prefetcher.abort(handle)  # it runs
 
     def check_hints(self) -> None:
         """What the tree believes storage to have is there, unless it was lost."""
@@ -268,7 +269,8 @@ class StoredWorld(ComponentWorld):
             self.cache.prefetcher.abort(handle)
         self.waiting.clear()
         super().settle()
-        assert self.cache.prefetcher is not None and len(self.cache.prefetcher) == 0
+        assert self.cache.prefetcher is not None
+        assert len(self.cache.prefetcher) == self.cache.prefetcher.num_short
 
 
 class StoredPlayer(Player):
@@ -295,6 +297,10 @@ class StoredPlayer(Player):
         if draw(4) == 0:
             prefetcher.abort(handle)
         elif not prefetcher.progress(handle):
+            world.waiting.append(handle)
+        elif draw(4):  # else it may run, and waits on
+            prefetcher.abort(handle)
+        else:
             world.waiting.append(handle)
 
     def thin(self, draw: Draw) -> None:

@@ -320,14 +320,17 @@ class ComponentWorld:
 
     def settle(self) -> None:
         self.faults = 0.0
-        assert self.cache.drain(1000.0), self.cache.in_flight.tickets()
-        self.driver.run()
-        self.cache.tick()
+        for _ in range(4):  # a step may give room to one who waited for it
+            assert self.cache.drain(1000.0), self.cache.in_flight.tickets()
+            self.driver.run()
+            self.cache.tick()
         assert len(self.cache.in_flight) == 0 and self.controller.is_idle
 
     def assert_drained(self) -> None:
-        """Nothing held; after a reset every page of every pool is free again."""
+        """Nothing held; after a reset every page of every pool is free again. All requests end."""
         self.settle()
+        assert self.cache.prefetcher is not None
+        self.cache.prefetcher.stop_all()
         self.check()
         for tier in Tier:
             for c in range(len(self.components)):

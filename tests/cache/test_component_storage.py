@@ -222,16 +222,15 @@ def test_beside_a_record_one_page_is_read() -> None:
     world.assert_drained()
 
 
-def test_what_is_there_stays_while_storage_is_asked() -> None:
-    """Which may have it no more."""
+def test_what_left_the_host_while_storage_was_asked_is_asked_for_too() -> None:
     world = restarted(12, dead_leaf="keep")
     without_windows(world, 12, HOST)
-    world.depot.lose_page(0, world.hashes(RadixKey(TOKENS))[5])
     world.set_policy("wait_complete")
-    world.prefetch(RadixKey(TOKENS))
+    handle = world.prefetch(RadixKey(TOKENS))
     world.cache.supply.evict(HOST, 100)
     world.settle()
-    assert loadable(world) == 12 and world.gets == [(1, 3)]
+    assert loadable(world) == 12 and world.gets[-2:] == [(0, 12), (1, 3)]
+    assert world.cache.prefetcher is not None and world.cache.prefetcher.progress(handle)
     world.assert_drained()
 
 

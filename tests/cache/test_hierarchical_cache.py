@@ -44,6 +44,7 @@ class Player:
             self.step_workers: 30,
             self.tick: 15,
             self.prefetch: 14,
+            self.reorder: 2,
             self.progress: 14,
             self.abort: 5,
             self.evict: 6,
@@ -117,8 +118,16 @@ class Player:
     def progress(self) -> None:
         for handle in list(self.handles):
             if self.world.cache.prefetcher.progress(handle):
-                key = self.handles.pop(handle)
+                key = self.handles[handle]
                 assert self.world.cache.prefetcher.pop_loaded_pages(handle) <= len(key) // PAGE_SIZE
+                if self.rng.random() < 0.7:  # it runs
+                    del self.handles[handle]
+                    self.world.cache.prefetcher.abort(handle)
+
+    def reorder(self) -> None:
+        """Those who wait will run in another order, as far as it is told."""
+        handles = self.rng.sample(list(self.handles), self.rng.randint(0, len(self.handles)))
+        self.world.cache.prefetcher.in_order(handles)
 
     def abort(self) -> None:
         if self.handles:

@@ -105,6 +105,7 @@ class Planner:
     def step(self) -> None:
         for result in self.book.answer():
             self.in_flight.apply(result)
+        self.prefetcher.next_round()
         self.check()
 
     def run(self) -> None:
@@ -146,18 +147,27 @@ def test_equal_requests_that_arrive_together_read_once() -> None:
     assert planner.tree.match(key(8)).loadable_node.end == 8
 
 
-def test_those_who_wait_for_one_prefix_take_no_room_of_the_pool() -> None:
-    """What prefetches may ask for together is half of the pool: 64 clients of one prompt ask for it once."""
+def test_those_who_wait_for_one_prefix_take_its_room_once() -> None:
+    """What is held for those who wait is half of the pool: 64 clients of one prompt take its room once."""
     planner = Planner()
     planner.store(key(16))
+    other = RadixKey(list(range(5000, 5016)))
+    planner.store(other)
     for client in range(64):
         assert planner.prefetcher.start(client, key(16), planner.tree.root)
-    assert planner.prefetcher.pages_in_flight() == 16
-    other = RadixKey(list(range(5000, 5016)))
-    assert not planner.prefetcher.start("other", other, planner.tree.root), "24 pages, of 20"
+    assert planner.prefetcher.start("other", other, planner.tree.root)
     planner.run()
+    assert planner.prefetcher.caps == [20] and planner.prefetcher.reserved_pages() == [16]
     assert all(planner.prefetcher.progress(client) for client in range(64))
-    assert planner.book.num_read == 16 and not planner.supply.counters.unfulfilled.get("storage_transfer")
+    assert not planner.prefetcher.progress("other") and planner.prefetcher.fetching_pages("other") == 8
+    assert planner.prefetcher.num_short == 1 and planner.book.num_read == 16
+    for client in range(64):
+        assert planner.prefetcher.reserved_pages() == [16], "the last of them lets go"
+        planner.prefetcher.abort(client)
+    planner.step()
+    planner.run()
+    assert planner.prefetcher.progress("other") and planner.prefetcher.reserved_pages() == [8]
+    assert planner.book.num_read == 24 and not planner.supply.counters.unfulfilled
 
 
 def test_pages_that_go_missing_leave_nothing_behind() -> None:

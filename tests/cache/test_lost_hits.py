@@ -408,7 +408,7 @@ def test_pages_behind_one_that_did_not_come_are_not_used() -> None:
     world.assert_drained()
 
 
-def test_what_a_prefetch_brought_stays_until_it_has_ended() -> None:
+def test_what_a_prefetch_brought_stays_until_its_request_runs() -> None:
     world = stored_world(150, device_pages=160, host_pages=300)
     reading(world, 150)
     while not world.cache.counters.prefetched:
@@ -417,6 +417,8 @@ def test_what_a_prefetch_brought_stays_until_it_has_ended() -> None:
     assert world.cache.counters.prefetched == 128
     assert world.cache.supply.host_room() == 150, "half of the host is the prefetch's"
     world.settle()
+    assert world.cache.prefetcher.progress("r") and world.cache.supply.host_room() == 150
+    world.cache.prefetcher.abort("r")
     assert world.cache.supply.host_room() == 300
     world.assert_drained()
 

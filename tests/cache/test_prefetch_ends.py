@@ -138,17 +138,33 @@ def test_one_who_joined_has_what_came_behind_where_it_began() -> None:
     world.assert_drained()
 
 
-def test_a_prefetch_that_the_host_has_no_page_for_has_ended() -> None:
-    """Nothing will arrive that could end it: its request would wait for ever."""
+def test_a_prefetch_that_the_host_has_no_page_for_ends_in_time() -> None:
+    """Others than those who wait may have all pages: its request does not wait for them for ever."""
     world = stored_world(4)
     prefetcher, unfulfilled = world.cache.prefetcher, world.cache.counters.unfulfilled
     assert prefetcher.start("r", key(4), world.cache.tree.root)
     taken = world.cache.supply.alloc_host(world.setup.host_pages)
     world.driver.run()
     world.cache.tick()
-    assert len(prefetcher) == 0 and prefetcher.progress("r")
+    assert not prefetcher.progress("r") and prefetcher.num_short == 1
+    world.driver.advance(prefetcher.policy.room_wait_s(0, 4))
+    assert len(prefetcher) == 1 and prefetcher.progress("r") and len(prefetcher) == 0
     assert unfulfilled == {"host_capacity": 4} and prefetcher.pop_loaded_span("r") == (0, 0)
     world.cache.supply.free_host(taken)
+    world.assert_drained()
+
+
+def test_who_finds_no_host_page_is_served_when_there_are_some() -> None:
+    world = stored_world(4)
+    prefetcher = world.cache.prefetcher
+    assert prefetcher.start("r", key(4), world.cache.tree.root)
+    taken = world.cache.supply.alloc_host(world.setup.host_pages)
+    world.driver.run()
+    world.cache.tick()
+    assert not prefetcher.progress("r")
+    world.cache.supply.free_host(taken)
+    world.settle()
+    assert prefetcher.progress("r") and prefetcher.pop_loaded_span("r") == (0, 4)
     world.assert_drained()
 
 
@@ -181,17 +197,25 @@ def test_prompts_that_share_no_page_do_not_wait_for_each_other() -> None:
     world.assert_drained()
 
 
-def test_pages_that_are_asked_for_count_until_their_prefetch_ends() -> None:
-    """Two may not ask for more of the host together than its share; one alone may."""
+def test_what_is_held_counts_until_its_request_runs() -> None:
+    """Two may not have more of the host together than its share; who comes second is served by itself."""
     world = stored_world(4, host_pages=8)
-    prefetcher, root, counters = world.cache.prefetcher, world.cache.tree.root, world.cache.counters
-    assert prefetcher.start("r", key(4), root) and prefetcher.pages_in_flight() == 4
-    assert not prefetcher.start("other", key(6, tail=1), root)
-    assert counters.unfulfilled == {"host_capacity": 6}
+    prefetcher, counters = world.cache.prefetcher, world.cache.counters
+    serve(world, key(4, tail=1))
+    world.cache.reset()
+    root = world.cache.tree.root
+    assert prefetcher.start("r", key(4), root) and prefetcher.start("other", key(4, tail=1), root)
+    world.driver.run()
+    world.cache.tick()
+    assert (prefetcher.reserved_pages(), prefetcher.num_short) == ([4], 1)
     world.settle()
-    assert prefetcher.progress("r") and prefetcher.pages_in_flight() == 0
-    assert prefetcher.start("other", key(6, tail=1), root)
+    assert prefetcher.progress("r") and not prefetcher.progress("other")
+    assert prefetcher.fetching_pages("r") == 0 and prefetcher.fetching_pages("other") == 4
+    prefetcher.abort("r")
+    assert prefetcher.reserved_pages() == [0]
     world.settle()
+    assert prefetcher.progress("other") and prefetcher.pop_loaded_span("other") == (0, 4)
+    assert counters.unfulfilled == {} and prefetcher.reserved_pages() == [4]
     world.assert_drained()
 
 
@@ -210,7 +234,7 @@ def test_a_reset_forgets_every_prefetch() -> None:
     world.settle()
     assert fetch(world, key(4), "ended") == 4 and prefetcher.start("r", key(8, tail=1), root)
     world.cache.reset()
-    assert len(prefetcher) == 0 and prefetcher.pages_in_flight() == 0
+    assert len(prefetcher) == 0 and prefetcher.reserved_pages() == [0]
     for handle in ("came", "ended", "r"):
         assert prefetcher.progress(handle) and prefetcher.pop_loaded_pages(handle) == 0, handle
     world.settle()
@@ -226,7 +250,7 @@ def test_a_reset_forgets_a_prefetch_whose_read_hangs() -> None:
     world.driver.held.add("fetch")
     world.cache.reset(0.01)
     assert len(world.cache.in_flight) == 1 and world.host.available == world.setup.host_pages - 4
-    assert prefetcher.progress("r") and (len(prefetcher), prefetcher.pages_in_flight()) == (0, 0)
+    assert prefetcher.progress("r") and (len(prefetcher), prefetcher.reserved_pages()) == (0, [0])
     world.check()
     world.settle()
     assert world.cache.match(key(4)).loadable_node.end == 0 and prefetcher.pop_loaded_span("r") == (0, 0)

@@ -305,8 +305,8 @@ class Rank:
         self.next_handle += 1
         self._take_a_while()
         assert self.cache.prefetcher is not None
-        if self.cache.prefetcher.start(handle, key, self.cache.match(key).loadable_node):
-            self.handles[handle] = key
+        self.cache.prefetcher.start(handle, key, self.cache.match(key).loadable_node)
+        self.handles[handle] = key
 
     def do_progress(self) -> None:
         self.cache.tick()
@@ -316,8 +316,15 @@ class Rank:
             go_on = self.cache.prefetcher.progress(handle)
             self.said.append(("go on", handle, go_on))
             if go_on:
-                del self.handles[handle]
                 self.said.append(self.cache.prefetcher.pop_loaded_pages(handle))
+                if self.story.random() < 0.7:  # it runs
+                    del self.handles[handle]
+                    self.cache.prefetcher.abort(handle)
+
+    def do_reorder(self) -> None:
+        handles = self.story.sample(list(self.handles), self.story.randint(0, len(self.handles)))
+        assert self.cache.prefetcher is not None
+        self.cache.prefetcher.in_order(handles)
 
     def do_abort(self) -> None:
         if self.handles:
@@ -389,10 +396,12 @@ class Rank:
         orders = [standing(tree._residencies.orders[0][tier]) for tier in Tier]
         flights = [list(cache.in_flight.of_kind(kind)) for kind in JobKind]
         assert cache.prefetcher is not None and cache.supply.host is not None
-        prefetches = [
+        prefetches: list[Any] = [
             (p.phase, p.asked_pages, p.loaded_pages, p.stopped, p.end_page, p.nothing_there, len(p.tickets))
             for p in cache.prefetcher._running
         ]
+        waiting = [(p.handle, p.phase, p.lock is None, p.wants_hold) for p in cache.prefetcher._waiting]
+        prefetches = [prefetches, waiting, cache.prefetcher.reserved_pages(), cache.prefetcher.num_short]
         room = (self.device.available, cache.supply.host.available)
         gate = cache.no_regret
         return [nodes, orders, flights, prefetches, room, cache.counters, self.said, self.gates,
@@ -400,7 +409,7 @@ class Rank:
 
 
 MOVES = {
-    "tick": 40, "request": 34, "finish": 22, "prefetch": 12, "progress": 12, "abort": 3, "evict": 5,
+    "tick": 40, "request": 34, "finish": 22, "prefetch": 12, "progress": 12, "reorder": 2, "abort": 3, "evict": 5,
     "attach": 6, "detach": 2, "reset": 2, "drain": 4,
 }  # fmt: skip
 

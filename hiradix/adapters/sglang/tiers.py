@@ -235,8 +235,17 @@ class HiRadixHostCache(HiRadixPrefixCache):
         self.inner.terminate_prefetch(handle)
 
     def release_aborted_request(self, handle: Any) -> None:
-        """Forget a request that ended while waiting. Never blocks."""
+        """Forget a request that waits no more. Never blocks."""
         self.inner.release_aborted_request(handle)
+
+    def checkpoint(self, req: Any, *, up_to: int, **more: Any) -> None:
+        """As without lower tiers; nothing need be held on the host for it any more, as it runs."""
+        self._prefetcher.stop(_handle(req))
+        super().checkpoint(req, up_to=up_to, **more)
+
+    def on_release(self, req: Any, *, checkpointed: bool) -> None:
+        self._prefetcher.abort(_handle(req))
+        super().on_release(req, checkpointed=checkpointed)
 
     # -- storage, while serving ---------------------------------------------------------
 
@@ -315,3 +324,8 @@ class HiRadixHostCache(HiRadixPrefixCache):
         """Have SGLang's reports and metrics name the storage that is attached."""
         self.cache_controller.show_storage(self._attached.name, self._attached.storage)
         self._meters.show_storage(self._attached.name)
+
+
+def _handle(req: Any) -> Any:
+    """What SGLang calls the request when it asks for its prefetch."""
+    return getattr(req, "cache_request_handle", req.rid)

@@ -18,7 +18,7 @@ from hiradix.policy.uses import Finished
 from hiradix.prefix_cache import origin_of
 from hiradix.prefix_cache.weight_files import decides, hub_snapshot
 from hiradix.transfer import Ticket
-from hiradix.tree import Lock, RadixKey, TokenLog
+from hiradix.tree import RadixKey, TokenLog
 from hiradix.tree.key import ADAPTER
 
 logger = logging.getLogger(__name__)
@@ -52,11 +52,11 @@ class Tracked:
     """One request from its arrival to its end.
 
     local_tokens: what vLLM's own prefix cache had at the last lookup. num_saved: leading pages of its block
-    table that are saved or need not be. hold: keeps prefetched pages until they are loaded or given up.
-    is_fetching: a prefetch is under way for it. loads: its loads under way. waiting_since: when it was first
-    told to ask again, None if it was not. is_stale: what it has computed so far was so before a reset.
-    is_promised: a lookup has promised it pages that vLLM has not taken up. gated: pages that a lookup has
-    last weighed against computing them, and whether they are worth loading.
+    table that are saved or need not be. is_fetching: what a prefetch brings for it is still to be told of.
+    loads: its loads under way. waiting_since: when it was first told to ask again, None if it was not.
+    is_stale: what it has computed so far was so before a reset. is_promised: a lookup has promised it pages
+    that vLLM has not taken up. gated: pages that a lookup has last weighed against computing them, and
+    whether they are worth loading.
     """
 
     request: EngineRequest
@@ -64,7 +64,6 @@ class Tracked:
     extras: tuple[bytes | None, ...] | None
     local_tokens: int = 0
     num_saved: int = 0
-    hold: Lock | None = None
     is_fetching: bool = False
     loads: set[Ticket] = field(default_factory=set)
     waiting_since: float | None = None

@@ -139,9 +139,9 @@ class SchedulerRole:
         limit = self._loadable_pages(request)
         if limit * self.index.page_size <= local_tokens:
             return 0
+        if not self.prefetcher.progress(request.request_id):
+            return None
         if tracked.is_fetching:
-            if not self.prefetcher.progress(request.request_id):
-                return None
             self._arrived_for(tracked)
         found = self.index.find(tracked.key(limit, self.index.page_size))
         if found.is_arriving and self._may_wait(tracked):
@@ -227,22 +227,20 @@ class SchedulerRole:
         if tracked.is_fetching:
             tracked.is_fetching = False
             del self._fetching[tracked.request.request_id]
-            self.prefetcher.abort(tracked.request.request_id)
-        if tracked.hold is not None:
-            self.index.unlock(tracked.hold)
-            tracked.hold = None
+        if self._prefetcher is not None:
+            self._prefetcher.abort(tracked.request.request_id)
+            self.index.drop_lost()  # which it may have held
 
     def _arrived_for(self, tracked: Tracked) -> None:
-        """A request's prefetch has ended, or has had its time: what it brought is kept until it is loaded."""
+        """A request's prefetch has ended, or has had its time: what it brought is told of."""
         request_id = tracked.request.request_id
         tracked.is_fetching = False
         del self._fetching[request_id]
         first, count = self.prefetcher.pop_loaded_span(request_id)
         if not count:
             return
-        key = tracked.key(first + count, self.index.page_size)
-        tracked.hold = self.index.tree.lock(self.index.resident_end(key), Tier.HOST)
-        pages = self.index.tree.pages(tracked.hold.node, Tier.HOST, min(first, tracked.hold.node.end))
+        node = self.index.resident_end(tracked.key(first + count, self.index.page_size))
+        pages = self.index.tree.pages(node, Tier.HOST, min(first, node.end))
         self._tell_entered(tracked, first, pages)
 
     # -- one step -----------------------------------------------------------------------------
@@ -273,6 +271,8 @@ class SchedulerRole:
     def step(self, scheduled: Sequence[StepRequest], table: Callable[[str], BlockTables]) -> Orders:
         """Everything the workers are to do with this step. table: a request's blocks, by its id."""
         self._is_told = False
+        if self._prefetcher is not None:
+            self._prefetcher.next_round()
         self._book()
         written, num_tokens = self.device.start_loading(), 0
         is_loading = bool(written)
@@ -359,12 +359,13 @@ class SchedulerRole:
             has_come = True
             for result in results:
                 self.index.in_flight.apply(result)
+        if self._prefetcher is not None:
+            self._prefetcher.balance()
         if not has_come:
             return
         self._happened()
         for tracked in list(self._fetching.values()):
             if self.prefetcher.is_done(tracked.request.request_id):
-                self.prefetcher.progress(tracked.request.request_id)
                 self._arrived_for(tracked)
         self.index.drop_lost()
 

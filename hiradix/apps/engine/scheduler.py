@@ -301,6 +301,7 @@ class Scheduler:
                 return _Admission.FULL
         finally:
             self._cache.dec_lock_ref(held)
+        self._cache.release_aborted_request(request.rid)
         self.waiting.remove(request)
         self.running.append(request)
         request.num_admissions += 1
