@@ -22,6 +22,8 @@ FAST = 0.5
 MIN_TIMED_S = 0.1
 MIN_COPIED = 12
 SLACK_TOKENS = 2
+NUM_SECOND = 3
+"""Cold answers that a wrong one is held against."""
 COUNT_S = (0.05, 0.2)
 """How long to wait for counters, again and again."""
 
@@ -61,11 +63,13 @@ class Examiner:
         self.steps: list[str] = []
         self.cold_s: list[float] = []
         self.has_metrics = False
+        self.texts_vary = False  # cold answers to one prompt do
+        self.lies = False  # what it says of cached tokens is not to be believed
         self.words_a_token = 0.6
         self.overhead = 0
         self._writer = Writer(settings.run)
         self._until = server.clock() + 60 * settings.minutes
-        self._sent: dict[str | None, list[str]] = {}
+        self._sent: dict[str | None, dict[str, None]] = {}
         self._pending: list[tuple[Arm, Prompt, Reply]] = []
         self._num_salts = 0
         self._num_asked = 0
@@ -100,8 +104,12 @@ class Examiner:
     ) -> Seen | None:
         """Ask, and hold the answer against a cold one."""
         seen = await self.send(arm, prompt, salt=salt, stream=stream)
-        if seen is not None:
-            arm.see(seen, self.is_hit(seen))
+        if seen is None:
+            return None
+        arm.see(seen, self.is_hit(seen))
+        if self.reference_by == "first" and prompt.text not in self.references and self.is_cold(seen):
+            self.keep(seen.reply)
+        else:
             await self.hold(arm, prompt, seen.reply)
         return seen
 
@@ -127,7 +135,7 @@ class Examiner:
             return None
         except TimeoutError as error:
             raise OutOfTime from error
-        self._sent[salt].append(prompt.text + reply.text)
+        self._sent[salt][prompt.text + reply.text] = None
         seen = await self._accounted(reply, before)
         if alone:
             self._check_claim(arm, seen, known, salt)
@@ -135,7 +143,7 @@ class Examiner:
 
     def note_sent(self, prompt: Prompt, salt: str | None = None) -> None:
         """Its beginning may be cached from now on."""
-        self._sent.setdefault(salt, []).append(prompt.text)
+        self._sent.setdefault(salt, {})[prompt.text] = None
 
     async def _accounted(self, reply: Reply, before: Mapping[str, int] | None) -> Seen:
         """Cached tokens by the answer's own usage, else by the server's counters."""
@@ -175,13 +183,15 @@ class Examiner:
         most = min(by_length, by_words)
         if seen.cached <= most:
             return
-        said = f"{seen.cached} of {reply.prompt_tokens} tokens are called cached; at most {most} were sent before"
+        said = (
+            f"{seen.cached} of {reply.prompt_tokens} tokens are called cached, at most {most} had been sent"
+        )
         others = (text for other, texts in self._sent.items() if other != salt for text in texts)
-        is_leak = salt is not None or len(self._sent) > 1
-        is_leak &= any(_common(reply.prompt.text, other) > num_common for other in others)
-        if is_leak:
+        is_leak = any(_common(text, other) > num_common for other in others)
+        if is_leak and not self.lies:
             self.find(arm, Fault.SALT, f"{said} under {'this' if salt else 'no'} salt", None, reply)
         else:
+            self.lies = True
             self.find(arm, Fault.CLAIM, said, None, reply)
 
     def is_hit(self, seen: Seen) -> bool:
@@ -265,19 +275,26 @@ class Examiner:
             self.find(arm, Fault.ANSWER, said, None, reply)
 
     async def _compare(self, arm: Arm, prompt: Prompt, reference: Reply, reply: Reply) -> None:
-        """What looks wrong is held against a second cold answer before it is called so."""
+        """What looks wrong is held against further cold answers before it is called so."""
         found = self.judge.compare(reference, reply)
-        lost = prompt.truth in reference.text and prompt.truth not in reply.text
+        is_lost = prompt.truth in reference.text and prompt.truth not in reply.text
+        is_wrong = found.kind in (Kind.WRONG, Kind.DRIFT) or (
+            found.kind is Kind.TEXT and self.copies and is_lost
+        )
+        if is_wrong or found.kind is Kind.TEXT:
+            for _ in range(NUM_SECOND):
+                if (second := await self.cold_answer(arm, prompt)) is None:
+                    continue
+                self.texts_vary |= second.text != reference.text
+                if self.judge.compare(second, reply).kind not in (Kind.EQUAL, Kind.TIE):
+                    continue
+                if is_wrong:
+                    self._blame(arm, second, reference)
+                found, is_wrong = Difference(Kind.TIE, moved=found.moved), False
+                break
+        arm.add(found)
         if found.kind is Kind.TEXT:
             arm.texts.append((reference, reply))
-        is_wrong = found.kind in (Kind.WRONG, Kind.DRIFT) or (
-            found.kind is Kind.TEXT and self.copies and lost
-        )
-        if is_wrong and (second := await self.cold_answer(arm, prompt)) is not None:
-            if self.judge.compare(second, reply).kind in (Kind.EQUAL, Kind.TIE):
-                self._blame(arm, second, reference)
-                found, is_wrong = Difference(Kind.TIE, moved=found.moved), False
-        arm.add(found)
         if is_wrong:
             self.find(arm, Fault.ANSWER, found.sentence(), reference, reply)
 
@@ -307,12 +324,16 @@ class Examiner:
                 f"{noise.num_answers} cold ones do; {compared(*arm.texts[0]).sentence()}"
             )
             self.find(arm, Fault.ANSWER, said, *arm.texts[0])
+        elif noise.num_texts or self.texts_vary:
+            arm.note = f"{count} texts differ, as cold ones do"
         else:
             arm.unproven = f"{count} texts differ, and without logprobs that may be noise"
 
 
 def _common(text: str, other: str) -> int:
     """Length of the common beginning."""
+    if other.startswith(text):
+        return len(text)
     for at, (a, b) in enumerate(zip(text, other, strict=False)):
         if a != b:
             return at

@@ -215,8 +215,10 @@ class Ladder:
             return False
         arm.see(seen, False)
         await self.examiner.hold(arm, prompt, seen.reply)
-        if self.examiner.is_cold(seen) or arm.findings or self.examiner.evidence == "time":
+        if self.examiner.is_cold(seen) or arm.findings or self.examiner.lies:
             return False
+        if self.examiner.evidence == "time":
+            return False  # too weak for that
         said = f"{seen.cached} tokens came from the cache for a prompt that was never sent under this salt"
         self.examiner.find(arm, Fault.SALT, said, None, seen.reply)
         return True
