@@ -373,7 +373,11 @@ class Ladder:
             return
         chosen = await self._warm(arm, AFTER_RESTART)
         await asyncio.sleep(self.settings.settle_s)
-        await self._run_restart(self.settings.restart)
+        try:
+            await self._run_restart(self.settings.restart)
+        except CertifyError as error:
+            arm.failures.append(str(error))
+            return
         self.examiner.steps.append(f"restarted with {self.settings.restart!r}")
         await self._check_below(arm, chosen)
 
