@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import httpx
 
@@ -128,12 +129,14 @@ def _has_ended(pid: int) -> bool:
         return True
 
 
-def certified(server: OwnServer, *flags: str, code: Path = ROOT) -> tuple[int, dict[str, object], str]:
+def certified(server: OwnServer, *flags: str, restart: bool = True) -> tuple[int, dict[str, Any], str]:
     """Exit status, record and output of a run over it."""
     file = server.folder / "certify.json"
     command = [sys.executable, "-m", "hiradix.cli", "certify", server.url, *CERTIFY, "--json", str(file)]
+    if restart:
+        command += ["--restart", server.restart_command]
     done = subprocess.run(
-        [*command, "--repro", str(server.folder / "wrong"), "--restart", server.restart_command, *flags],
+        [*command, "--repro", str(server.folder / "wrong"), *flags],
         env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=ROOT, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     record = json.loads(file.read_text()) if file.exists() else {}

@@ -24,6 +24,8 @@ MIN_COPIED = 12
 SLACK_TOKENS = 2
 NUM_SECOND = 3
 """Cold answers that a wrong one is held against."""
+MOST_DOUBTED = 4
+"""Wrong answers of an arm that are not believed at once."""
 COUNT_S = (0.05, 0.2)
 """How long to wait for counters, again and again."""
 
@@ -281,7 +283,7 @@ class Examiner:
         is_wrong = found.kind in (Kind.WRONG, Kind.DRIFT) or (
             found.kind is Kind.TEXT and self.copies and is_lost
         )
-        if is_wrong or found.kind is Kind.TEXT:
+        if (is_wrong or found.kind is Kind.TEXT) and len(arm.findings) < MOST_DOUBTED:
             for _ in range(NUM_SECOND):
                 if (second := await self.cold_answer(arm, prompt)) is None:
                     continue
