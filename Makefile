@@ -36,6 +36,7 @@
 # make bench-agents  coding agents on a cache that does not hold them all: eviction, and the order of service (8 minutes)
 # make bench-sglang  our cache and SGLang's own inside SGLang 0.5.23 on this CPU: hits, scheduler's cost, TTFT (5 minutes)
 # make bench-vllm    the connector beside none, vLLM's prefix cache, its example connector and LMCache's; overhead without hits
+# make certify       is every answer that a hit gives the one that a cold prompt gets? Asked of our own server with all tiers
 # make bench-serve URL=http://127.0.0.1:30000   the multi-turn benchmark against a running server
 # make clean         away with what was built and cached, but for the environment
 #
@@ -74,7 +75,7 @@ endif
 	explore test test-kernels test-faults test-mutants test-compiled test-differential test-storage test-sglang test-vllm test-bench test-scale \
 	test-gpu sglang-venv vllm-venv \
 	bench-gpu bench-tree bench-transfer bench-storage bench-storage-remote bench-quantise bench-canary bench-policy bench-agents bench-sglang bench-vllm \
-	bench-serve
+	bench-serve certify
 help:
 	@sed -n 's/^# \(make .*\|  .*\)/  \1/p' Makefile
 
@@ -225,6 +226,10 @@ bench-policy: $(READY)
 
 bench-agents: $(READY)
 	$(PY) benchmarks/bench_agents.py $(BENCH_FLAGS)
+
+# CERTIFY_FLAGS="--minutes 2". Of any other server: hiradix certify URL.
+certify: $(READY)
+	$(PY) -m tests.certify.own $(CERTIFY_FLAGS)
 
 bench-serve: $(READY)
 	$(PY) benchmarks/serve_multiturn.py $(BENCH_FLAGS) $(URL)

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 
 import hiradix
 
-USAGE = """usage: hiradix {serve,bench,storage,replay,size,tour} ...
+USAGE = """usage: hiradix {serve,bench,certify,storage,replay,size,tour} ...
 
   serve    serve a model over HTTP through a three-tier prefix cache
   bench    play multi-turn conversations against a server and report cached tokens and latency
+  certify  find out over HTTP whether a server with any prefix cache answers rightly
   storage  list, check, empty, copy or time a store of pages
   replay   play traces through the real cache: policies by capacities, hits, writes, time to first token
   size     what more host memory and disk would buy for the traffic of a trace
@@ -47,6 +48,10 @@ def _run(arguments: list[str]) -> int:
         from hiradix.apps.bench.main import main as bench
 
         return bench(rest)
+    if command == "certify":
+        from hiradix.apps.certify.main import main as certify
+
+        return certify(rest)
     if command == "replay":
         from hiradix.apps.replay.main import main as replay
 

@@ -77,6 +77,7 @@ SUITES: Mapping[str, Suite] = {
     "connector": Suite(["tests/vllm_roles", "tests/executors"]),
     "facade": Suite(["tests/prefix_cache", "tests/events", "tests/replay"], {"HIRADIX_EVENT_RUNS": "32"}),
     "engine": Suite(["tests/engine", "tests/server"]),
+    "certify": Suite(["tests/certify/test_fake.py"]),
     "kernels": Suite(["tests/kernels"], {"TRITON_INTERPRET": "1"}),
 }  # fmt: skip
 

@@ -30,6 +30,7 @@ FLOORS = {
     "apps.tour": 6,
     "apps.engine": 6,
     "apps.bench": 6,
+    "apps.certify": 6,
     "apps.server": 7,
     "apps.demo": 8,
     "cli": 9,
@@ -47,6 +48,7 @@ TORCH_FREE_FLOORS = {
     "storage",
     "apps.storage_tools",
     "apps.bench",
+    "apps.certify",
     "apps.demo",
     "cli",
 }
