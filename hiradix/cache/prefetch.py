@@ -155,6 +155,8 @@ class Prefetcher:
         if p is None:
             return True
         self._waiting.asked(p)
+        if p.wants_hold and not p.goes_on:
+            self._look_again(p)
         if p.goes_on or p.phase is PrefetchPhase.DONE or self._has_all(p):
             self._tell(p)
             return True
@@ -233,6 +235,12 @@ class Prefetcher:
             p.is_told = True
             if p.loaded_pages:
                 self._loaded[p.handle] = p.loaded_end - p.loaded_pages, p.loaded_pages
+
+    def _look_again(self, p: Prefetch) -> None:
+        """The engine asks for one that is not held: what the host had of it may have gone."""
+        node = self._tree.match(p.key).loadable_node
+        if node.end < p.had_end:
+            self._query_again(p, node)
 
     def _has_all(self, p: Prefetch) -> bool:
         """Whether what storage has of `p`, which waits for room to read it, is on the host after all."""
@@ -357,15 +365,15 @@ class Prefetcher:
         node = self._tree.match(p.key).loadable_node
         if p.phase is PrefetchPhase.FOUND and p.hit is not None:
             hit = p.hit
-            if node.end < hit.end:
-                if not (hit.start <= node.end and self.reads.knows(p, hit)):
-                    if not self._query_again(p, node):
-                        self._finish(p)
-                    return None
-                if self._join(p, node):
-                    return None
-                return Wish(node, self.reads.coming(p, node, hit.end))
-            self._finish(p)
+            if node.end >= hit.end:
+                return Wish(node, [0] * len(self._tree.components))
+            if not (hit.start <= node.end and self.reads.knows(p, hit)):
+                if not self._query_again(p, node):
+                    self._finish(p)
+                return None
+            if self._join(p, node):
+                return None
+            return Wish(node, self.reads.coming(p, node, hit.end))
         if not p.wants_hold or (node.end < p.had_end and self._query_again(p, node)):
             return None
         if not node.end or on_device_only(self._tree, node):
@@ -400,22 +408,22 @@ class Prefetcher:
         p.lock, p.anchor = lock, wish.node
         if p.phase is PrefetchPhase.DONE:
             p.wants_hold, p.had_end = False, wish.node.end
-            return True
-        self._read(p, wish)
+        elif p.hit is None or wish.node.end >= p.hit.end:
+            self._finish(p)
+        else:
+            self._read(p, p.hit, wish)
         return True
 
-    def _read(self, p: Prefetch, wish: Wish) -> None:
-        if p.hit is None:
-            raise Misuse("a prefetch is read that storage has not answered for")
+    def _read(self, p: Prefetch, hit: StorageHit, wish: Wish) -> None:
         if p.num_rooms:
             self._supply.counters.refetched += max(0, p.had_end - wish.node.end)
         p.num_rooms += 1
-        p.phase, p.goal, p.coming = PrefetchPhase.READ, p.hit.end, wish.coming
+        p.phase, p.goal, p.coming = PrefetchPhase.READ, hit.end, wish.coming
         p.begins_at(wish.node.end)
         if p.has_waited:
             p.started_s = self._clock()
         self.reads.hold(p)
-        if not self.reads.submit(p, p.hit.part(wish.node.end, p.hit.end)):
+        if not self.reads.submit(p, hit.part(wish.node.end, hit.end)):
             self._finish(p)
 
     def _let_go(self, p: Prefetch) -> None:

@@ -2,6 +2,8 @@
 
 python -m tests.sglang.engine_run '{"model_path": ..., "prompts": [[...], ...], "rounds": 2, "flags": {...}}'
 
+With "at_once": 10 ten prompts are sent together. With "files": [folder, count] it ends when so many are there.
+
 The last line of its output is the answers of each round: [tokens, cached, details], as JSON.
 """
 
@@ -11,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +62,19 @@ def main(asked: dict[str, Any]) -> None:
     import sglang
 
     engine = sglang.Engine(model_path=asked["model_path"], **(ALWAYS | asked["flags"]))
-    rounds = []
+    rounds, prompts, at_once = [], asked["prompts"], asked.get("at_once", 1)
     for _ in range(asked["rounds"]):
         answers = []
-        for prompt in asked["prompts"]:
-            told = engine.generate(input_ids=prompt, sampling_params=SAMPLING)
-            meta = told["meta_info"]
-            answers.append([told["output_ids"], meta["cached_tokens"], meta.get("cached_tokens_details")])
+        for first in range(0, len(prompts), at_once):
+            for told in engine.generate(input_ids=prompts[first : first + at_once], sampling_params=SAMPLING):
+                meta = told["meta_info"]
+                answers.append([told["output_ids"], meta["cached_tokens"], meta.get("cached_tokens_details")])
         rounds.append(answers)
+    if "files" in asked:
+        folder, count = asked["files"]
+        deadline = time.monotonic() + 120
+        while sum(path.is_file() for path in Path(folder).rglob("*")) < count and time.monotonic() < deadline:
+            time.sleep(0.1)
     engine.shutdown()
     print(json.dumps(rounds), flush=True)
 

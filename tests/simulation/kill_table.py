@@ -299,10 +299,10 @@ BUGS = [
     bug(
         "31",
         "a cap below one prompt switches prefetching off",
-        "PrefetchPolicy.has_capacity",
-        "if _1 == 0:\n    return True",
-        "pass",
-        "tests/transfer/test_policies.py",
+        "Sharing._give",
+        "if exceeds and (kept or not may_exceed)",
+        "if exceeds",
+        "tests/cache/test_waiting.py",
     ),
     bug(
         "32",

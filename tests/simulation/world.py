@@ -237,6 +237,7 @@ class World:
             (self.evict, 0.3),
             (self.cache.check_hicache_events, 3),
             (self.retract, 0.3),
+            (self.reorder, 0.5),
         ]
 
     def move(self) -> None:
@@ -289,6 +290,11 @@ class World:
         self.engine.forward()
         if self.scheduler.running:
             self.scheduler.retract(self.rng.choice(self.scheduler.running))
+
+    def reorder(self) -> None:
+        """Those who wait are to be fetched in another order than that in which they came."""
+        rids = [request.rid for request in self.scheduler.waiting]
+        self.cache.prefetch_in_order(self.rng.sample(rids, self.rng.randint(0, len(rids))))
 
     def hold(self) -> None:
         """A worker makes no progress for a while."""
@@ -371,7 +377,15 @@ class World:
     def tally(self, totals: Counter[str]) -> None:
         """Add what this process did to the counts of the whole run."""
         counters = self.cache.cache.counters
-        for name in ("loaded", "prefetched", "backed_up", "written", "load_failed", "load_too_slow"):
+        for name in (
+            "loaded",
+            "prefetched",
+            "refetched",
+            "backed_up",
+            "written",
+            "load_failed",
+            "load_too_slow",
+        ):
             totals[name] += getattr(counters, name)
         totals["moves"] += self.num_moves - totals["moves"]
         totals["retracted"] += self.scheduler.num_retractions
@@ -400,6 +414,7 @@ class World:
         assert self.host.available + resident + in_flight == self.setup.host_pages, (
             self.host.available, resident, in_flight, self.setup.host_pages,
         )  # fmt: skip
+        self.cache.cache.prefetcher.check()  # room of those who wait: never above its cap, nobody else's
         pending = sum(self.controller.pending(kind) for kind in JobKind)
         assert pending == len(flights), f"{pending} tickets are open, the cache knows {len(flights)}"
         for kind, job_queue in self.controller._job_table.job_queues.items():
@@ -450,7 +465,9 @@ class World:
         cache, tree = self.cache, self.cache.tree
         assert self.controller.is_idle and len(cache.cache.in_flight) == 0
         assert cache.num_in_flight == 0, cache.num_in_flight
-        assert not cache._prefetcher._waiting.handles() and not cache._prefetcher._loaded and not cache._counted
+        assert (
+            not cache._prefetcher._waiting.handles() and not cache._prefetcher._loaded and not cache._counted
+        )
         assert not cache._copies._grown, f"copies of the rows of {list(cache._copies._grown)} are kept"
         assert not self.controller._job_table._open and not cache.cache.write_through.storage_backup._ending
         for tier in Tier:

@@ -57,8 +57,8 @@ def test_how_long_a_request_waits(name: str, limit_s: float) -> None:
     assert not policy.should_stop(limit_s * 0.99 if limit_s < math.inf else 1e9, 16) or limit_s == 0
 
 
-def test_capacity_is_shared_but_one_prefetch_always_may() -> None:
-    policy = PrefetchPolicy.from_name("timeout", PrefetchLimits(64, capacity_share=0.5))
-    assert policy.has_capacity(0, 1000, 100), "a cap under one prompt's size must not switch prefetching off"
-    assert policy.has_capacity(20, 30, 100)
-    assert not policy.has_capacity(20, 31, 100)
+def test_room_for_those_who_wait_is_a_share_of_the_host_and_waited_for_no_longer_than_a_bound() -> None:
+    policy = PrefetchPolicy.from_name("wait_complete", PrefetchLimits(64, capacity_share=0.5))
+    assert policy.limits.capacity_pages(101) == 50
+    assert policy.room_wait_s(16, 16) == pytest.approx(1.5), "of 2,048 tokens"
+    assert PrefetchPolicy.from_name("best_effort", policy.limits).room_wait_s(16, 16) == 0.0

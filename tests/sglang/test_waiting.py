@@ -1,0 +1,47 @@
+"""Requests that wait inside a real SGLang use what storage has for them, however many wait."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.sglang.engine_run import run
+from tests.sglang.prompts import prompts
+from tests.sglang.server import PATIENT
+
+PAGE = 16
+NUM_PROMPTS, NUM_TOKENS = 40, 401
+STORED = NUM_PROMPTS * (NUM_TOKENS // PAGE * PAGE)
+POLICIES = [(40, "fcfs"), (10, "lpm")]  # at once, and how SGLang orders those who wait
+
+
+@pytest.mark.long(120)
+def test_what_waits_keeps_what_was_fetched_for_it(model: Path, tmp_path: Path) -> None:
+    """The device has 2,048 tokens, the host 4,096: five of the prompts fit, and ten."""
+    store = tmp_path / "store"
+    keys = PATIENT | {"prefetch_threshold": PAGE, "file_storage_path": str(store)}
+    flags: dict[str, Any] = {
+        "radix_cache_backend": "hiradix", "max_total_tokens": 2048, "max_running_requests": 32,
+        "page_size": PAGE, "enable_hierarchical_cache": True, "hicache_ratio": 2.0,
+        "hicache_storage_backend": "file", "hicache_storage_prefetch_policy": "wait_complete",
+        "hicache_storage_backend_extra_config": json.dumps(keys),
+    }  # fmt: skip
+    asked = prompts(NUM_PROMPTS, NUM_TOKENS, "waiting")
+
+    def life(name: str, **more: Any) -> list[tuple[list[int], int, dict[str, Any]]]:
+        folder = tmp_path / name
+        folder.mkdir()
+        own = flags | more.pop("flags", {})
+        (answers,) = run(folder, model_path=str(model), prompts=asked, rounds=1, flags=own, **more)
+        return answers
+
+    first = life("first", files=[str(store), STORED // PAGE])
+    assert sum(cached for _, cached, _ in first) == 0
+    for at_once, policy in POLICIES:
+        again = life(f"again{at_once}", at_once=at_once, flags={"schedule_policy": policy})
+        used = sum(details.get("storage", 0) for _, _, details in again)
+        assert used >= 0.95 * STORED, (at_once, policy, used, STORED)
+        assert [tokens for tokens, _, _ in again] == [tokens for tokens, _, _ in first]
