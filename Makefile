@@ -34,6 +34,7 @@
 # make bench-policy  eviction policies on a real trace, beside models and the optimum, and what they add to a turn
 #                    (5 minutes; POLICY_FLAGS=--quick)
 # make bench-agents  coding agents on a cache that does not hold them all: eviction, and the order of service (8 minutes)
+# make bench-waiting what requests that wait use of what storage has for them, 1 to 40 at once (3 minutes)
 # make bench-sglang  our cache and SGLang's own inside SGLang 0.5.23 on this CPU: hits, scheduler's cost, TTFT (5 minutes)
 # make bench-vllm    the connector beside none, vLLM's prefix cache, its example connector and LMCache's; overhead without hits
 # make certify       is every answer that a hit gives the one that a cold prompt gets? Asked of our own server with all tiers
@@ -74,8 +75,8 @@ endif
 .PHONY: help .venv demo lint docs compiled clean \
 	explore test test-kernels test-faults test-mutants test-compiled test-differential test-storage test-sglang test-vllm test-bench test-scale \
 	test-gpu sglang-venv vllm-venv \
-	bench-gpu bench-tree bench-transfer bench-storage bench-storage-remote bench-quantise bench-canary bench-policy bench-agents bench-sglang bench-vllm \
-	bench-serve certify
+	bench-gpu bench-tree bench-transfer bench-storage bench-storage-remote bench-quantise bench-canary bench-policy \
+	bench-agents bench-waiting bench-sglang bench-vllm bench-serve certify
 help:
 	@sed -n 's/^# \(make .*\|  .*\)/  \1/p' Makefile
 
@@ -226,6 +227,9 @@ bench-policy: $(READY)
 
 bench-agents: $(READY)
 	$(PY) benchmarks/bench_agents.py $(BENCH_FLAGS)
+
+bench-waiting: $(READY)
+	$(PY) benchmarks/bench_waiting.py $(BENCH_FLAGS)
 
 # CERTIFY_FLAGS="--minutes 2". Of any other server: hiradix certify URL.
 certify: $(READY)

@@ -210,6 +210,11 @@ FORMS = (
         python=VLLM,
     ),
     Quick("bench_vllm_policy", _cases("device 1M, host 1M", metric="found in all", peers=("lru", "2q"))),
+    Quick(
+        "bench_waiting",
+        _cases("12 prompts of 401 tokens, 12 at once", metric="used", peers=("nothing held",)),
+        target="bench-waiting",
+    ),
     Quick("bench_wake", _cases("woken on ", metric="put, median", peers=("nobody sleeps",))),
     Quick(
         "bench_window",

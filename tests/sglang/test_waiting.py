@@ -15,6 +15,7 @@ from tests.sglang.server import PATIENT
 PAGE = 16
 NUM_PROMPTS, NUM_TOKENS = 40, 401
 STORED = NUM_PROMPTS * (NUM_TOKENS // PAGE * PAGE)
+BY_NAMES = {"hicache_storage_identity": "same"}  # nothing is compared first
 POLICIES = [(40, "fcfs"), (10, "lpm")]  # at once, and how SGLang orders those who wait
 
 
@@ -22,7 +23,7 @@ POLICIES = [(40, "fcfs"), (10, "lpm")]  # at once, and how SGLang orders those w
 def test_what_waits_keeps_what_was_fetched_for_it(model: Path, tmp_path: Path) -> None:
     """The device has 2,048 tokens, the host 4,096: five of the prompts fit, and ten."""
     store = tmp_path / "store"
-    keys = PATIENT | {"prefetch_threshold": PAGE, "file_storage_path": str(store)}
+    keys = PATIENT | {"prefetch_threshold": PAGE, "file_storage_path": str(store)} | BY_NAMES
     flags: dict[str, Any] = {
         "radix_cache_backend": "hiradix", "max_total_tokens": 2048, "max_running_requests": 32,
         "page_size": PAGE, "enable_hierarchical_cache": True, "hicache_ratio": 2.0,

@@ -418,6 +418,7 @@ class SchedulerRole:
             found=self.executor.num_found,
             read=self.index.counters.prefetched,
             late=self.index.counters.prefetched_late,
+            refetched=self.index.counters.refetched,
             left_out=self.no_regret.num_refused[GatedTransfer.FETCH],
         )
 

@@ -20,6 +20,7 @@ FIGURES = {
     "prefetch_found_pages": "Pages storage had",
     "prefetch_read_pages": "Pages of prompts that the host could not have given without reads from storage",
     "prefetch_late_pages": "Of these, pages that came when nobody waited for them any more",
+    "prefetch_refetched_pages": "Pages read again for a request that waits, as one before it had the room",
     "prefetch_left_out_pages": "Pages not read as computing is faster, or reads before brought too little",
     "prefetch_missed_deadline_pages": "Pages that had not come when their request went on",
     "prefetch_missed_host_capacity_pages": "Pages not read for want of host pages",

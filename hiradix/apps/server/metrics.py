@@ -78,6 +78,17 @@ STORAGE_GAUGES: tuple[Figure, ...] = (
         "1 where the attached storage serves its pages and can store none, else 0.",
         lambda s: float(s.storage.get("read_only", 0)),
     ),
+    (
+        "hiradix:waiting_reserved_tokens",
+        "Host tokens held for requests that wait, or being fetched for them.",
+        lambda s: s.cache.waiting_reserved,
+    ),
+    ("hiradix:waiting_reserved_tokens_cap", "Of these, at most.", lambda s: s.cache.waiting_cap),
+    (
+        "hiradix:requests_waiting_for_host_room",
+        "Requests whose tokens storage has and that have no host room for them yet.",
+        lambda s: s.cache.num_waiting_for_room,
+    ),
 )
 CACHE_COUNTERS: tuple[Figure, ...] = (
     ("sglang:evicted_tokens", "Tokens evicted from the device.", lambda s: s.cache.evicted_device),
@@ -94,6 +105,11 @@ CACHE_COUNTERS: tuple[Figure, ...] = (
 )
 STORAGE_COUNTERS: tuple[Figure, ...] = (
     ("sglang:prefetched_tokens", "Tokens fetched from storage.", lambda s: s.cache.prefetched),
+    (
+        "hiradix:refetched_tokens",
+        "Tokens fetched again for a request that waits, as one nearer to its turn had the room.",
+        lambda s: s.cache.refetched,
+    ),
     ("sglang:backuped_tokens", "Tokens stored.", lambda s: s.cache.backed_up),
     ("sglang:hicache_backup_dropped_tokens", "Tokens not stored.", lambda s: s.cache.backup_failed),
 )

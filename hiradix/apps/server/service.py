@@ -45,9 +45,11 @@ class AdminResult:
 
 @dataclass(frozen=True, slots=True)
 class CacheReport:
-    """The cache's own counters, in tokens where not said otherwise; those after `host_used` only grow.
+    """The cache's own counters, in tokens where not said otherwise; those after `num_waiting_for_room` only
+    grow.
 
     `unfulfilled` counts tokens found in storage that did not arrive, by reason. `num_in_flight` is transfers.
+    `waiting_...`, `num_waiting_for_room`: see `CacheStats`.
     """
 
     device_total: int = 0
@@ -56,6 +58,9 @@ class CacheReport:
     device_protected: int = 0
     host_total: int = 0
     host_used: int = 0
+    waiting_reserved: int = 0
+    waiting_cap: int = 0
+    num_waiting_for_room: int = 0
     evicted_device: int = 0
     evicted_host: int = 0
     written: int = 0
@@ -65,6 +70,7 @@ class CacheReport:
     backed_up: int = 0
     backup_failed: int = 0
     prefetched: int = 0
+    refetched: int = 0
     unfulfilled: Mapping[str, int] = field(default_factory=dict)
     num_in_flight: int = 0
 
