@@ -1,6 +1,7 @@
 """How much of what storage has for them do requests use that wait for each other?
 
-    python benchmarks/bench_waiting.py [--prompts 40] [--tokens 401] [--at-once 1,10,20,40] [--quick] [--out FILE]
+    python benchmarks/bench_waiting.py [--prompts 40] [--tokens 401] [--at-once 1,10,20,40]
+                                       [--quick] [--out FILE]
 
 Prompts that share nothing are served and stored; then an engine begins anew, with a device of 2,048 tokens,
 a host of 4,096 and empty, and gets the same prompts, so many at once: as one is answered the next arrives.

@@ -78,8 +78,8 @@ class SchedulerCounters:
 @dataclass(frozen=True)
 class PrefetchCounters:
     """Pages of prompts since start. read: that the host has, or can use, by what was read. late: came when
-    nobody waited for them any more. refetched: read again for one who waits. left_out: found and not read, as that takes longer than computing them,
-    or reads before brought less than they took."""
+    nobody waited for them any more. refetched: read again for a request that waits. left_out: found and not
+    read, as that takes longer than computing them, or reads before brought less than they took."""
 
     asked: int = 0
     found: int = 0
