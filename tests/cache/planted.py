@@ -317,10 +317,10 @@ FAULTS = [
         "_1.resident(HOST, _3)",
     ),
     Fault(
-        "beside: what is there is not kept while storage is asked",
-        "BoundaryReads.hold",
-        "self._keep(_1, _2)",
-        "pass",
+        "beside: what was not asked for is taken to be there still",
+        "BoundaryReads.knows",
+        "not _2.known",
+        "True",
     ),
     Fault(
         "beside: what a boundary has is not kept while the rest is read",
@@ -336,7 +336,7 @@ FAULTS = [
     ),
     Fault(
         "beside: the end gives one lock back",
-        "Prefetcher._finish",
+        "Prefetcher._unlock",
         "(_1.lock, _1.beside)",
         "(_1.lock,)",
     ),
@@ -491,10 +491,10 @@ FAULTS = [
         "1 * (_2.reach if _2.per_page else 1)",
     ),
     Fault(
-        "read: the anchor is locked twice",
-        "Prefetcher._query",
-        "if _1.lock is None:\n    _1.lock = self._tree.lock(_1.anchor, Tier.HOST)",
-        "_1.lock = self._tree.lock(_1.anchor, Tier.HOST)",
+        "read: the lock of before is kept where an earlier boundary is looked for",
+        "Prefetcher._ask_again",
+        "self._unlock(_1)",
+        "pass",
     ),
     Fault(
         "split: both halves are boundaries",
