@@ -31,8 +31,9 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from worker import trace
 
-from hiradix.adapters.sglang.cache_factory import device_pool, own_params
+from hiradix.adapters.sglang.cache_factory import own_params
 from hiradix.adapters.sglang.engine_views import ControllerView
+from hiradix.adapters.sglang.pools import device_pool
 from hiradix.config import HiCacheConfig
 from hiradix.prefix_cache import HiRadixCache, ModelIdentity, build_prefix_cache
 from tests.sglang.rig import Request

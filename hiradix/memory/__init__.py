@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hiradix.memory.allocator import PageAllocator, ReqToTokenPool, SlotAllocator
 from hiradix.memory.choose import make_transport
+from hiradix.memory.foreign import EngineShape
 from hiradix.memory.hybrid import HybridPools, HybridSlotAllocator
 from hiradix.memory.layout import LAYOUTS, Layout, PageRun, Plane, make_layout
 from hiradix.memory.manifest import SlotManifest
@@ -28,6 +29,7 @@ __all__ = [
     "ArraySpec",
     "CacheShape",
     "DevicePool",
+    "EngineShape",
     "HostPlan",
     "HostPool",
     "HybridPools",

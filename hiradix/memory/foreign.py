@@ -2,13 +2,43 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from hiradix.errors import ConfigError
 from hiradix.memory.manifest import SlotManifest
 from hiradix.memory.shape import ArraySpec, CacheShape
+
+
+@dataclass(frozen=True)
+class EngineShape:
+    """Pages of the arrays that an engine's pool has, where no attention's own shape says it.
+
+    dtype: of the first array. page_size: of every pool of this shape. An engine whose layers have unlike
+    arrays is one layer with an array for each. Raises ConfigError without arrays.
+    """
+
+    num_layers: int
+    arrays: tuple[ArraySpec, ...]
+    page_size: int
+
+    def __post_init__(self) -> None:
+        if self.num_layers < 1 or self.page_size < 1 or not self.arrays:
+            raise ConfigError(
+                f"device pool: {self.num_layers} layers of {len(self.arrays)} arrays, pages of {self.page_size}"
+            )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.arrays[0].dtype
+
+    def numbers(self) -> tuple[int, ...]:
+        words = "|".join(f"{spec.name}:{spec.dtype}" for spec in self.arrays)  # what the sizes do not tell
+        sizes = [size for spec in self.arrays for size in (spec.num_heads, spec.head_dim, 1 + spec.per_page)]
+        return (self.num_layers, self.page_size, zlib.crc32(words.encode()), *sizes)
 
 
 def foreign_arrays(

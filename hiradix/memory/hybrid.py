@@ -21,7 +21,8 @@ from hiradix.memory.pools import DevicePool
 class HybridPools:
     """The device pools of a model that mixes kinds of layers, and which of them each has.
 
-    other: of the layers with a sliding window, or of those that keep a recurrent state.
+    other: of the layers with a sliding window, or of those that keep a recurrent state. A layer may have both
+    attention and a state, or neither. Raises ConfigError unless each pool names its layers once, in order.
     """
 
     full: DevicePool
@@ -36,9 +37,10 @@ class HybridPools:
         ):
             if len(layers) != pool.shape.num_layers:
                 raise ConfigError(f"{name}_layers: {len(layers)} for a pool of {pool.shape.num_layers}")
-        both = sorted([*self.full_layers, *self.other_layers])
-        if both != list(range(len(both))):
-            raise ConfigError(f"full_layers and other_layers: {both} are not each layer once")
+            if list(layers) != sorted({layer for layer in layers if layer >= 0}):
+                raise ConfigError(
+                    f"{name}_layers: {list(layers)} are not layers of a model, each once in order"
+                )
 
 
 class HybridSlotAllocator:

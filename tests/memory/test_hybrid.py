@@ -159,11 +159,12 @@ TestHybrid = HybridMachine.TestCase
 TestHybrid.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-def test_pools_of_a_model_have_each_of_its_layers_once() -> None:
+def test_a_pool_of_a_model_names_each_of_its_layers_once() -> None:
     full, other = (DevicePool(KVShape(layers, 1, 4, 4, torch.float32), 4, 2) for layers in (2, 1))
     assert HybridPools(full, other, (0, 2), (1,)).other_layers == (1,)
-    for full_layers, other_layers in (((0, 1), (1,)), ((0, 1), (3,)), ((1, 2), (3,))):
-        with pytest.raises(ConfigError, match="are not each layer once"):
+    assert HybridPools(full, other, (0, 2), (2,)).other_layers == (2,)  # attention and a state side by side
+    for full_layers, other_layers in (((0, 0), (1,)), ((1, 0), (2,)), ((0, 1), (-1,))):
+        with pytest.raises(ConfigError, match="are not layers of a model, each once in order"):
             HybridPools(full, other, full_layers, other_layers)
     with pytest.raises(ConfigError, match="full_layers: 3 for a pool of 2"):
         HybridPools(full, other, (0, 1, 2), (3,))

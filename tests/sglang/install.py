@@ -22,6 +22,7 @@ REQUIREMENTS = HERE / "requirements.txt"
 VENV = ROOT / "build" / "sglang-venv"
 # The last line with the older contract that was tried, and what of its dependencies differs.
 OLD_SGLANG = ("sglang==0.5.15.post1", "transformers==5.12.1", "tokenizers==0.22.2")
+BEFORE = "0.5.22"  # the release before, with the contract of the one that is served here
 
 
 def python() -> Path:
@@ -31,6 +32,11 @@ def python() -> Path:
 def old_packages(venv: Path = VENV) -> Path:
     """A folder that, before all others on the path, makes it the older SGLang."""
     return venv / "older-sglang"
+
+
+def packages_before(venv: Path = VENV) -> Path:
+    """The same for the release before."""
+    return venv / f"sglang-{BEFORE}"
 
 
 def main(venv: Path = VENV) -> None:
@@ -43,6 +49,7 @@ def main(venv: Path = VENV) -> None:
 def _install(venv: Path) -> None:
     install_pinned(venv, REQUIREMENTS)
     pip(venv, "--no-deps", "--target", str(old_packages(venv)), *OLD_SGLANG)
+    pip(venv, "--no-deps", "--target", str(packages_before(venv)), f"sglang=={BEFORE}")
     for part in (HERE / "on_cpu").iterdir():
         copy = shutil.copytree if part.is_dir() else shutil.copy
         copy(part, lane_venv.site_packages(venv) / part.name)

@@ -1,4 +1,4 @@
-"""Tiny random models beside the Llama: one with sliding windows, one with latent attention (MLA)."""
+"""Tiny random models beside the Llama: sliding windows, latent attention (MLA), gated delta networks."""
 
 from __future__ import annotations
 
@@ -46,6 +46,36 @@ def write_latent_model(folder: Path) -> Path:
     }  # fmt: skip
     written |= {"rope_scaling": yarn, "rope_parameters": yarn | {"rope_theta": 10000.0}}
     path.write_text(json.dumps(written | {"rope_theta": 10000.0, "moe_layer_freq": 1}))
+    return folder
+
+
+def write_gated_delta_model(folder: Path) -> Path:
+    """Four layers, every other one full attention, the rest with recurrent states that remember for long.
+
+    One expert, as a router turns roundings into other answers; without the one that all share, whose gate is
+    a kernel for GPUs alone.
+    """
+    import torch
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    num_layers = 4
+    config = Qwen3NextConfig(
+        **_COMMON, num_hidden_layers=num_layers, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=8,
+        num_experts=1, num_experts_per_tok=1, moe_intermediate_size=64, shared_expert_intermediate_size=32,
+        layer_types=["linear_attention", "full_attention"] * (num_layers // 2),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen3NextForCausalLM(config).to(torch.float32).eval()
+    for name, values in model.named_parameters():
+        if name.endswith("A_log"):
+            values.data.fill_(-4.0)
+    kept = {name: value for name, value in model.state_dict().items() if "shared_expert" not in name}
+    model.save_pretrained(folder, state_dict=kept)
+    path = folder / "config.json"
+    changed = {"shared_expert_intermediate_size": 0, "full_attention_interval": 2, "rope_theta": 10000.0}
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed | {"partial_rotary_factor": 0.25}))
+    write_tiny_tokenizer(folder)
     return folder
 
 

@@ -26,9 +26,10 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-from hiradix.adapters.sglang.cache_factory import device_pool, gate_reads, hybrid_pools, own_params
+from hiradix.adapters.sglang.cache_factory import gate_reads, own_params
 from hiradix.adapters.sglang.engine_views import ControllerView, HybridPort
 from hiradix.adapters.sglang.lora_adapters import LoraAdapters
+from hiradix.adapters.sglang.pools import device_pool, window_pools
 from hiradix.adapters.sglang.tiers import HiRadixHostCache
 from hiradix.config import HiCacheConfig, parse_extra_config
 from hiradix.prefix_cache import (
@@ -85,6 +86,7 @@ class Rig:
     """
 
     window: int | None = None
+    page: int = PAGE
 
     def __init__(
         self,
@@ -94,12 +96,12 @@ class Rig:
         **flags: Any,
     ):
         self.kvcache, self.allocator = self.make_pool()
-        self.rows = ReqToTokenPool(8, 2 * NUM_TOKENS, "cpu", enable_memory_saver=False)
+        self.rows = self.make_rows()
         params = CacheInitParams(
             disable=False,
             req_to_token_pool=self.rows,
             token_to_kv_pool_allocator=self.allocator,
-            page_size=PAGE,
+            page_size=self.page,
             is_eagle=is_eagle,
             enable_kv_cache_events=True,
             eviction_policy=flags.get("radix_eviction_policy", "lru"),
@@ -107,7 +109,7 @@ class Rig:
         )
         extra = stored_in(storage) if storage else None
         config = HiCacheConfig(
-            page_size=PAGE,
+            page_size=self.page,
             enable_hierarchical_cache=True,
             hicache_ratio=4.0,
             hicache_storage_backend="file" if storage else None,
@@ -124,6 +126,10 @@ class Rig:
         gate_reads(params, self, self.gate)
         self.cache = HiRadixHostCache(params, inner, controller, LoraAdapters(adapters or {}))
         self._num_requests = 0
+
+    def make_rows(self) -> Any:
+        """SGLang's table of slots."""
+        return ReqToTokenPool(8, 2 * NUM_TOKENS, "cpu", enable_memory_saver=False)
 
     def make_pool(self) -> tuple[Any, Any]:
         """SGLang's device pool, and the allocator of its slots."""
@@ -284,7 +290,7 @@ class WindowRig(Rig):
         )
 
     def make_inner(self, config: HiCacheConfig, params: Any, runtime: Runtime) -> RadixCache:
-        own, pools = own_params(params, HybridPort), hybrid_pools(self.kvcache)
+        own, pools = own_params(params, HybridPort), window_pools(self.kvcache)
         return build_hybrid_cache(config, own, pools, ModelIdentity("rig"), runtime)
 
     def alloc(self, num_tokens: int) -> torch.Tensor:

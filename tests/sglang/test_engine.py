@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.sglang.engine_run import run
-from tests.sglang.install import old_packages
+from tests.sglang.install import old_packages, packages_before
 from tests.sglang.prompts import prompts
 from tests.sglang.server import Reference
 
@@ -53,4 +53,20 @@ def test_an_older_sglang_with_its_older_contract(model: Path, reference: Referen
     rounds = run(tmp_path, old_packages(), model_path=str(model), prompts=asked, rounds=2, flags=flags)
     assert [cached for _, cached, _ in rounds[1]] == [LENGTH // 16 * 16] * len(asked)
     assert sum(details["host"] for _, _, details in rounds[1]) >= LENGTH * 3
+    assert_same(asked, rounds, reference)
+
+
+def test_the_release_before(model: Path, reference: Reference, tmp_path: Path) -> None:
+    """0.5.22: the same contract, over all tiers; the log says that it has all that is used."""
+    folder = tmp_path / "stored"
+    extra = f'{{"file_storage_path": "{folder}", "prefetch_threshold": 16}}'
+    flags = BASE | {
+        "page_size": 16, "enable_hierarchical_cache": True, "hicache_ratio": 4.0,
+        "hicache_storage_backend": "file", "hicache_storage_backend_extra_config": extra,
+    }  # fmt: skip
+    asked = prompts(8, LENGTH, "before")
+    rounds = run(tmp_path, packages_before(), model_path=str(model), prompts=asked, rounds=2, flags=flags)
+    assert [cached for _, cached, _ in rounds[1]] == [LENGTH // 16 * 16] * len(asked)
+    assert sum(details["host"] for _, _, details in rounds[1]) >= LENGTH * 3
+    assert len([*folder.rglob("*")]) > len(asked)
     assert_same(asked, rounds, reference)

@@ -26,6 +26,7 @@ from hiradix.adapters.sglang.engine_views import Rows
 from hiradix.adapters.sglang.events import as_sglang, watch
 from hiradix.adapters.sglang.front import Front
 from hiradix.adapters.sglang.lora_adapters import NO_ADAPTERS, LoraAdapters
+from hiradix.adapters.sglang.states import RequestStates
 from hiradix.errors import Misuse
 from hiradix.policy.uses import Finished
 from hiradix.prefix_cache import EvictParams as OwnEvictParams
@@ -58,11 +59,14 @@ class HiRadixPrefixCache(Front):
         super().__init__(params, inner, adapters)
         self.eviction_policy = params.eviction_policy
         self.sliding_window_size = params.sliding_window_size
-        self.draft_swa_window = params.draft_swa_window
+        self.draft_swa_window = getattr(params, "draft_swa_window", 0)  # 0.5.22 has none
         self._learns = inner.cache.learner is not None
         port: Any = inner.token_to_kv_pool_allocator
         self._rows = Rows(params.req_to_token_pool, port)
         self._lookahead = int(self.is_eagle)
+        self._states: RequestStates | None = None
+        if inner.supports_mamba():
+            self._states = RequestStates(params.req_to_token_pool, self._drop_record, self.page_size)
         self._events = watch(params, inner.tree, self.storage_name, adapters)
         if params.enable_metrics:
             self.init_metrics_collector()
@@ -84,13 +88,23 @@ class HiRadixPrefixCache(Front):
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """The longest cached prefix, in whole pages: on the device, then on the host."""
         key = self._key(params.key)
+        states, node = self._states, self.root_node
         if len(key) < self.page_size:
-            root = self.root_node
-            return MatchResult(0, root, root, root)
+            if states is not None and params.cow_mamba:
+                states.start(params.req, 0)
+            return MatchResult(0, node, node, node)
         node, loadable = self.inner.cache.match(key)
         if params.req is not None:  # what was packed is looked at again when it has run
             params.req.hiradix_key = key
         size, num_host = self.page_size, loadable.end - node.end
+        if states is not None:
+            if params.cow_mamba:
+                states.start(params.req, self.inner.record(node))
+            return MatchResult(
+                node.end * size, node, loadable, loadable, num_host * size,
+                mamba_host_hit_length=int(num_host > 0),
+                mamba_branching_seqlen=self._branching(key, loadable, states.grid),
+            )  # fmt: skip
         num_window = self._window_tokens_on_host(loadable) if num_host and self._has_windows else 0
         return MatchResult(node.end * size, node, loadable, loadable, num_host * size, num_window)
 
@@ -99,6 +113,14 @@ class HiRadixPrefixCache(Front):
         missing = self.inner.tree.missing(node, HOST, DEVICE)
         pages = [segment.end - segment.start for segment in missing if segment.component == WINDOW]
         return sum(pages) * int(self.page_size)
+
+    def _branching(self, key: RadixKey, found: Node, grid: int) -> int | None:
+        """Tokens, on SGLang's grid, that have pages and whose state would be found if it were recorded."""
+        num_tokens = self._tree.find(key).end * self.page_size // grid * grid
+        return num_tokens if num_tokens > found.end * self.page_size else None
+
+    def _drop_record(self) -> None:
+        self.inner.evict(OwnEvictParams(num_tokens=0, mamba_num=1))
 
     def touch_prefix(self, key: Any) -> None:
         """Make the cached path of `key` the most recently used."""
@@ -166,15 +188,21 @@ class HiRadixPrefixCache(Front):
         """
         held, kv, size = self._held(req), req.kv, self.page_size
         self.inner.count_use(req)
-        num_tokens = min(up_to, len(req.full_untruncated_fill_ids))
+        num_tokens, record = min(up_to, len(req.full_untruncated_fill_ids)), None
+        if self._states is not None:  # nothing enters the tree without the state behind it
+            num_tokens, record = self._states.give(req, num_tokens)
         start, end = held.node.end, max(num_tokens - self._lookahead, 0) // size
         ended = _ended(req) if self._learns else None
         if end <= start:
+            self._take_back(record)
             if ended is not None:
-                self.inner.cache.finished(self._request_key(req, end), held.node, ended)
+                self.inner.cache.finished(self._request_key(req, start), held.node, ended)
             return
-        given = self._rows.pages(kv.req_pool_idx, start, end)
-        taken = self.inner.insert_pages(self._request_key(req, end), given, held, ended)
+        given, key = self._rows.pages(kv.req_pool_idx, start, end), self._request_key(req, end)
+        if record is not None and self.inner.cache.is_blocked(key):
+            self._take_back(record)
+            record = None
+        taken = self.inner.insert_pages(key, given, held, ended, record)
         node = taken.node
         self._tree.prioritise(taken, req.priority or 0, start)
         if node.device.pages is not given:  # else the tree has taken all of them
@@ -183,6 +211,11 @@ class HiRadixPrefixCache(Front):
         req.lock, req.last_node = TreeLock(node, taken), node
         kv.cache_protected_len = node.end * size
         kv.cache_inserted_len = max(kv.cache_inserted_len, end * size)
+
+    def _take_back(self, record: int | None) -> None:
+        """Free a record that the tree does not get."""
+        if self._states is not None and record is not None:
+            self._states.take_back(record)
 
     def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
         """Free what the row names at these positions, ascending, the first on a page boundary."""
@@ -195,10 +228,16 @@ class HiRadixPrefixCache(Front):
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         self.inner.forget_request(req)
+        if self._states is not None and not checkpointed:
+            self._states.close(req)
 
     def evict(self, params: EvictParams) -> EvictResult:
         """Free so many device tokens, or all that nothing holds."""
         start_s = time.perf_counter()
+        if self._states is not None:
+            done = self.inner.evict(OwnEvictParams(params.num_tokens, mamba_num=params.mamba_num))
+            self.update_eviction_metrics(done.num_tokens_evicted, start_s)
+            return EvictResult(done.num_tokens_evicted, mamba_num_evicted=done.mamba_num_evicted)
         if not self._has_windows:
             num_tokens = self.inner.cache.evict(-(-params.num_tokens // self.page_size)) * self.page_size
             self.update_eviction_metrics(num_tokens, start_s)

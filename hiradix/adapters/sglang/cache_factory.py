@@ -15,6 +15,8 @@ import torch
 from hiradix.adapters.rope import DYNAMIC, LONG, lengths_that_decide, unfixed
 from hiradix.adapters.sglang.engine_views import AllocatorPort, ControllerView, FencedStreams, HybridPort
 from hiradix.adapters.sglang.lora_adapters import LoraAdapters, keep_apart
+from hiradix.adapters.sglang.pools import device_pool, layout_of, state_pools, window_pools
+from hiradix.adapters.sglang.states import StateRecords, require_known_states
 from hiradix.adapters.sglang.support import (
     TESTED,
     Api,
@@ -32,7 +34,6 @@ from hiradix.config import (
     parse_extra_config,
     without_host_tier,
 )
-from hiradix.memory import DevicePool, HybridPools
 from hiradix.prefix_cache import (
     CacheInitParams,
     ModelIdentity,
@@ -48,8 +49,6 @@ from hiradix.transfer.process_group import least_over, place_in
 
 logger = logging.getLogger(__name__)
 
-# Pools of exactly these classes: one that inherits from them may have arrays that would not be copied.
-_KV_POOL, _LATENT_POOL, _WINDOW_POOL = "MHATokenToKVPool", "MLATokenToKVPool", "SWAKVPool"
 # Of a folder that has safetensors these read the same; others say which files count, or read other places.
 _USUAL_FORMATS = ("", "auto", "safetensors", "fastsafetensors", "instanttensor", "layered", "runai_streamer")
 
@@ -93,7 +92,7 @@ class _Flags:
 def _refuse_models(context: Any, flags: Any) -> None:
     params = context.params
     if context.is_hybrid_ssm:
-        raise refusal("This model", "it has recurrent state, which is not cached")
+        _refuse_states(context, flags)
     if context.is_hybrid_swa:
         _refuse_windows(context)
     _refuse_ropes(context)
@@ -128,8 +127,23 @@ def _refuse_windows(context: Any) -> None:
     params, allocator = context.params, context.params.token_to_kv_pool_allocator
     if context.full_tokens_per_layer == 0:
         raise refusal("This model", "all its layers are sliding windows")
+    if not hasattr(params, "swa_gates_prefix_match"):
+        needs = f"it needs SGLang {TESTED}, this is {installed_version()}"
+        raise refusal("This model", f"it mixes full attention and sliding windows, and {needs}")
     if not params.swa_gates_prefix_match or getattr(allocator, "swa_req_ring", False):
         raise refusal("This model", "its sliding windows belong to requests, not to pages")
+
+
+def _refuse_states(context: Any, flags: Any) -> None:
+    require_known_states(context.params.req_to_token_pool)
+    if context.is_hybrid_swa:
+        raise refusal(
+            "This model", "it has sliding windows and recurrent states, a tree has one beside pages"
+        )
+    if context.params.is_eagle:
+        raise refusal("Speculative decoding of this model", "its states are ahead of what is accepted")
+    if (mode := getattr(flags, "disaggregation_mode", "null")) != "null":
+        raise refusal(f"--disaggregation-mode {mode} of this model", "states come from another server")
 
 
 def _refuse_ropes(context: Any) -> None:
@@ -153,8 +167,8 @@ def _refuse_ropes(context: Any) -> None:
 def _refuse_legacy(context: Any, flags: Any) -> None:
     """What needs more than the older contract has."""
     needs = f"it needs SGLang {TESTED}, this is {installed_version()}"
-    if context.is_hybrid_swa:
-        raise refusal("This model", f"it mixes full attention and sliding windows, and {needs}")
+    if context.is_hybrid_swa or context.is_hybrid_ssm:
+        raise refusal("This model", f"it mixes full attention and other layers, and {needs}")
     if flags.hicache_storage_backend is not None:
         raise refusal(f"--hicache-storage-backend {flags.hicache_storage_backend}", needs)
     if context.params.enable_kv_cache_events:
@@ -220,7 +234,11 @@ def streams_for(device: torch.device, tp_worker: Any) -> FencedStreams | None:
 
 def gate_reads(params: Any, tp_worker: Any, gate: Any) -> None:
     """Have a layer of SGLang's pool read only when its load back has come so far."""
-    params.token_to_kv_pool_allocator.get_kvcache().register_layer_transfer_counter(gate)
+    kvcache, requests = params.token_to_kv_pool_allocator.get_kvcache(), params.req_to_token_pool
+    num_layers = getattr(kvcache, "layer_num", 1)  # layers with unlike arrays are one of ours
+    kvcache.register_layer_transfer_counter(gate.view([0] * num_layers) if gate.num_layers == 1 else gate)
+    if hasattr(requests, "mamba_pool"):
+        requests.register_layer_transfer_counter(gate)
     tp_worker.register_hicache_layer_transfer_counter(gate)
 
 
@@ -235,56 +253,16 @@ def _inner(
     model = _identity(context, flags, weights) if is_named else ModelIdentity("")
     if context.is_hybrid_swa:
         own = dataclasses.replace(own_params(params, HybridPort), adapter_of=adapters.of)
-        return build_hybrid_cache(config, own, hybrid_pools(kvcache), model, runtime)
+        return build_hybrid_cache(config, own, window_pools(kvcache), model, runtime)
+    if context.is_hybrid_ssm:
+        requests = params.req_to_token_pool
+        records = StateRecords(requests.mamba_allocator)
+        own = dataclasses.replace(own_params(params), adapter_of=adapters.of, state_records=records)
+        pools = state_pools(kvcache, requests, params.page_size)
+        return build_hybrid_cache(config, own, pools, model, runtime)
     pool = device_pool(kvcache, params.page_size)
     own = dataclasses.replace(own_params(params), adapter_of=adapters.of)
     return build_prefix_cache(config, own, pool, model, runtime)
-
-
-def device_pool(kvcache: Any, page_size: int) -> DevicePool:
-    """SGLang's pool as ours, over the same memory. Raises ConfigError for kinds that are not known."""
-    kind = type(kvcache).__name__
-    if getattr(kvcache, "is_quantized_kv_cache", False):
-        raise refusal("--kv-cache-dtype", "pages with scales of their own are not copied")
-    if kind == _KV_POOL:
-        heads, widths = kvcache.head_num, (kvcache.head_dim, kvcache.v_head_dim)
-        num_slots = (kvcache.size // page_size + 1) * page_size
-        keys, values = (
-            [_as_slots(buffer, num_slots, (heads, width)) for buffer in buffers]
-            for buffers, width in zip((kvcache.k_buffer, kvcache.v_buffer), widths, strict=True)
-        )
-        return DevicePool.wrap(keys, values, page_size)
-    if kind == _LATENT_POOL:
-        return DevicePool.wrap_latent(kvcache.kv_buffer, page_size, kvcache.kv_lora_rank)
-    raise refusal(f"This model's device pool {kind}", f"only {_KV_POOL} and {_LATENT_POOL} are known")
-
-
-def _as_slots(buffer: torch.Tensor, num_slots: int, slot: tuple[int, int]) -> torch.Tensor:
-    """[num_slots, H, D] over a layer's buffer, which may be longer: behind the pool's end there is no memory.
-
-    Layouts other than slot after slot order a page's bytes otherwise (`_layout`); pages are copied whole.
-    """
-    return buffer.view(-1, *slot)[:num_slots]
-
-
-def _layout(kvcache: Any) -> str:
-    """How the pool orders a page's bytes, where it is not slot after slot; "" where it is."""
-    layout = getattr(kvcache, "kv_cache_layout", "nhd")
-    return "" if layout == "nhd" else f":{layout}"
-
-
-def hybrid_pools(kvcache: Any) -> HybridPools:
-    """SGLang's pool of full and sliding-window layers as two of ours."""
-    if type(kvcache).__name__ != _WINDOW_POOL:
-        raise refusal(f"This model's device pool {type(kvcache).__name__}", f"only {_WINDOW_POOL} is known")
-    size = kvcache.page_size
-    layers: tuple[dict[int, int], dict[int, int]] = ({}, {})  # model layer by the pool's layer
-    for layer, (own, is_window) in kvcache.layers_mapping.items():
-        layers[is_window][own] = layer
-    full, window = ([of[own] for own in sorted(of)] for of in layers)
-    return HybridPools(
-        device_pool(kvcache.full_kv_pool, size), device_pool(kvcache.swa_kv_pool, size), full, window
-    )
 
 
 def _config(context: Any, flags: Any) -> HiCacheConfig:
@@ -361,7 +339,7 @@ def _identity(context: Any, flags: Any, weights: Weights = UNSEEN) -> ModelIdent
     seen = "" if is_seen or not weights.first else f"+{weights.first}"
     model = ModelIdentity(
         model_id=flags.served_model_name or flags.model_path,
-        revision=f"{origin.revision}{seen}:{kvcache.dtype}{_layout(kvcache)}",
+        revision=f"{origin.revision}{seen}:{kvcache.dtype}{layout_of(kvcache)}",
         tp_rank=tp_rank,
         tp_size=tp_size,
         pp_rank=params.pp_rank,

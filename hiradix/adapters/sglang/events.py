@@ -27,10 +27,8 @@ def watch(
     """Notes what moves in `tree`, if SGLang's CacheInitParams ask for events."""
     if not params.enable_kv_cache_events:
         return None
-    names = params.kv_event_lora_names
-    is_dynamo = params.dynamo_kv_event_format
-    name_of = names.resolve if is_dynamo else names.get
-    naming = Naming(is_dynamo, lambda extra_key: name_of(adapters.plain(extra_key)))
+    name_of = params.kv_event_lora_names.resolve
+    naming = Naming(params.dynamo_kv_event_format, lambda extra_key: name_of(adapters.plain(extra_key)))
     return KVEvents(tree, naming, lambda: storage_medium(storage_name()))
 
 

@@ -11,6 +11,7 @@ from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from hiradix.adapters.sglang.lora_adapters import LoraAdapters
 from hiradix.errors import BadNamespace
 from hiradix.prefix_cache import PrefixCache, RadixKey
+from hiradix.prefix_cache.cache import BESIDE
 from hiradix.tree import DEVICE, Node
 from hiradix.tree.key import Namespace, namespace, private
 
@@ -92,6 +93,19 @@ class Front(BasePrefixCache):  # type: ignore[misc]
 
     def supports_swa(self) -> bool:
         return self._has_windows
+
+    def supports_mamba(self) -> bool:
+        return self.inner.supports_mamba()
+
+    def mamba_evictable_size(self) -> int:
+        return self.inner.mamba_evictable_size()
+
+    def mamba_protected_size(self) -> int:
+        return self.inner.mamba_protected_size()
+
+    def all_mamba_values_flatten(self) -> torch.Tensor:
+        """int64 [records]: every device record of state in the tree. O(tree); for leak hunts."""
+        return torch.from_numpy(self._tree.all_pages(DEVICE, BESIDE)).to(self.device, torch.int64)
 
     def all_values_flatten(self) -> torch.Tensor:
         return self.inner.all_values_flatten()

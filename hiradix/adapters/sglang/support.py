@@ -12,7 +12,7 @@ from hiradix.adapters.sglang import uses
 from hiradix.errors import ConfigError
 
 TESTED = "0.5.23"
-TESTED_TOO = ("0.5.15",)  # with the older contract
+TESTED_TOO = ("0.5.22", "0.5.15")  # the last with the older contract
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def api_of(base_class: type) -> Api:
     raise unsupported_version(installed_version(), f"its BasePrefixCache has no {known}")
 
 
-_SHARDED = "its pages are spread over ranks, each prefix in an order of its own that pages do not carry"
+SHARDED = "its pages are spread over ranks, each prefix in an order of its own that pages do not carry"
 # Allocators of exactly these classes: one that inherits from them may hand pages out otherwise.
 _ALLOCATORS = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator", "SWATokenToKVPoolAllocator")
 _INTERLEAVED = "PageInterleavePoolAllocator"  # of --enable-kv-cache-sharding
@@ -103,7 +103,7 @@ _REFUSED_FLAGS = {
     "enable_page_major_kv_layout": ("--enable-page-major-kv-layout", "its pools are one buffer of records"),
     "enable_session_radix_cache": ("--enable-session-radix-cache", "sessions are not tracked"),
     "enable_hisparse": ("--enable-hisparse", "it moves pages of running requests itself"),
-    "enable_kv_cache_sharding": ("--enable-kv-cache-sharding", _SHARDED),
+    "enable_kv_cache_sharding": ("--enable-kv-cache-sharding", SHARDED),
 }
 
 
@@ -118,7 +118,7 @@ def refuse_allocator(allocator: Any) -> None:
     """Raise ConfigError for an allocator of SGLang's that is not known, by its class and what asks for it."""
     kind = type(allocator).__name__
     if _INTERLEAVED in (base.__name__ for base in type(allocator).__mro__):
-        raise refusal(f"The allocator {kind} (--enable-kv-cache-sharding)", _SHARDED)
+        raise refusal(f"The allocator {kind} (--enable-kv-cache-sharding)", SHARDED)
     if kind not in _ALLOCATORS:
         known = ", ".join(_ALLOCATORS)
         raise refusal(

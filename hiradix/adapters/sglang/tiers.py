@@ -177,6 +177,8 @@ class HiRadixHostCache(HiRadixPrefixCache):
         if not is_whole or self.inner.cache.load_back(match, quota) is None:
             return 0, req.last_node
         self._has_unclaimed_load = True
+        if self._states is not None:
+            self._states.start(req, self.inner.record(match.loadable_node))
         return match.loadable_node.end * self.page_size - req.prefix_len, match.loadable_node
 
     # -- prefetch -----------------------------------------------------------------------

@@ -1,9 +1,9 @@
 """An SGLang plugin with what SGLang lacks on a CPU: its own HiCache, for comparisons, windows, adapters.
 
 torch.cpu's events and streams get CUDA's surface, host pools are not pinned, and the page copies of the
-`direct` io backend are torch calls; so use `--hicache-io-backend direct`. hiradix needs none of that. The
-attention backend `torch_native` writes a hybrid pool's window slots but reads by the numbers of full slots:
-here it reads them where they are.
+`direct` io backend are torch calls; so use `--hicache-io-backend direct`. hiradix needs none of that. Norms with
+a gate are torch calls as well. The attention backend `torch_native` writes a hybrid pool's window slots but
+reads by the numbers of full slots: here it reads them where they are.
 """
 
 import contextlib
@@ -98,6 +98,23 @@ def activate():
     pools._cuda_host_unregister = lambda *_, **__: None
     with contextlib.suppress(ImportError, AttributeError):  # older ones know no windows there
         _read_window_slots()
+    with contextlib.suppress(ImportError, AttributeError):
+        _gate_norms_in_torch()
+
+
+def _gate_norms_in_torch():
+    """The norm behind a gated delta network's states, which is a kernel for GPUs alone."""
+    from sglang.kernels.ops.attention.fla import fused_norm_gate
+
+    def forward(self, x, g, residual=None, prenorm=False, residual_in_fp32=False):
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight.float()
+        gate = (
+            torch.sigmoid(g.float()) if self.activation == "sigmoid" else torch.nn.functional.silu(g.float())
+        )
+        return (wide * gate).to(x.dtype)
+
+    fused_norm_gate.FusedRMSNormGated.forward = forward
 
 
 def _read_window_slots():

@@ -1,0 +1,342 @@
+"""SGLang's device pools as ours, over the same memory: by the arrays that they have, not by their class.
+
+    a pool's tensors -> those a page consists of, by name -> a shape -> a pool of ours
+
+Every tensor of a pool is either one of a page's arrays, or what nobody has to keep (addresses), or the pool is
+refused, by its class and the tensor's name. So is one whose class is known to address its arrays otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from hiradix.adapters.sglang.support import SHARDED, refusal
+from hiradix.errors import ConfigError
+from hiradix.memory import ArraySpec, DevicePool, EngineShape, HybridPools, SparseMLAShape, StateShape
+
+# What a page consists of, by the attribute of a pool: K and V, latent rows, their scales, an indexer's keys.
+_ARRAYS = {
+    "k_buffer": "k",
+    "v_buffer": "v",
+    "kv_buffer": "latent",
+    "k_scale_buffer": "k_scale",
+    "v_scale_buffer": "v_scale",
+    "native_k_scale_buffer": "native_k_scale",
+    "native_v_scale_buffer": "native_v_scale",
+    "kv_scale_buffer": "latent_scale",
+    "index_k_with_scale_buffer": "index_k",
+}
+_ADDRESSES = ("k_data_ptrs", "v_data_ptrs", "data_ptrs", "data_strides")
+_HELD_BY = {"index_key_cache": "index_k_with_scale_buffer"}  # an object of the pool's that has such an array
+# Of a pool of pools: what is looked at on its own, and the map that the allocator keeps.
+_INNER = ("full_kv_pool.", "swa_kv_pool.", "mamba_pool.", "full_to_swa_index_mapping")
+# Pools whose layers have unlike arrays: of which pools they consist.
+_PARTS = ("main_pool", "dense_pool", "index_kv_pool", "index_k_pool")
+
+_RECORDS = "its pools are one buffer of records, which the copies would need as planes of their own"
+_MOVES = (
+    "it moves pages of running requests itself, so a page's place would have to be looked up at each copy"
+)
+_REQUESTS = (
+    "what of it belongs to requests, not to pages, would have to be cached at boundaries as states are"
+)
+# Classes, and what inherits from them, whose pages do not lie where their slots say.
+REFUSED = {
+    "NoOpMHATokenToKVPool": "it keeps no KV",
+    "PageMajorMHATokenToKVPool": _RECORDS,
+    "MiniMaxM3Nvfp4MainKVPool": _RECORDS,
+    "MiniMaxM3Nvfp4IndexKPool": _RECORDS,
+    "MiniMaxM3Nvfp4KVPool": _RECORDS,
+    "UnifiedMHATokenToKVPool": _RECORDS,
+    "UnifiedMLATokenToKVPool": _RECORDS,
+    "UnifiedHybridLinearKVPool": _RECORDS,
+    "UnifiedSWAKVPool": _RECORDS,
+    "UnifiedMambaPool": _RECORDS,
+    "UnifiedDraftKVPool": _RECORDS,
+    "UnifiedDraftSWAKVPool": _RECORDS,
+    "UnifiedDraftMambaPool": _RECORDS,
+    "HiSparseDSATokenToKVPool": _MOVES,
+    "HiSparseMHAMainPool": _MOVES,
+    "HiSparseC4DevicePool": _MOVES,
+    "LayerSplitDSATokenToKVPool": "each rank has the arrays of some layers, so a page is spread over ranks",
+    "PageInterleaveMHATokenToKVPool": SHARDED,
+    "PageInterleaveMLATokenToKVPool": SHARDED,
+    "PageInterleaveDSATokenToKVPool": SHARDED,
+    "DeepSeekV4SingleKVPool": _REQUESTS,
+    "DeepSeekV4UniformFP8KVPool": _REQUESTS,
+    "DeepSeekV4IndexerPool": _REQUESTS,
+    "DeepSeekV4TokenToKVPool": _REQUESTS,
+    "QSATokenToKVPool": _REQUESTS,
+}
+
+
+def refuse_class(pool: Any) -> None:
+    """Raise ConfigError for a pool of a class, or below one, that addresses its arrays otherwise."""
+    for kind in type(pool).__mro__:
+        if reason := REFUSED.get(kind.__name__):
+            raise _refused(pool, reason)
+    for marker in ("layer_shard_enabled", "requires_physical_write_loc", "host_transfer_translate"):
+        if getattr(pool, marker, None):
+            raise _refused(pool, f"its {marker} says that slots are not where its arrays have them")
+
+
+def _refused(pool: Any, reason: str) -> ConfigError:
+    return refusal(f"This model's device pool {type(pool).__name__}", reason)
+
+
+def device_pool(kvcache: Any, page_size: int) -> DevicePool:
+    """SGLang's pool as ours, over the same memory. Raises ConfigError for what cannot be described."""
+    refuse_class(kvcache)
+    if parts := [getattr(kvcache, name) for name in _PARTS if getattr(kvcache, name, None) is not None]:
+        _require_parts(kvcache)
+        return _unlike(kvcache, [array for part in parts for array in _layers(part, page_size)], page_size)
+    buffers = arrays_of(kvcache)
+    names = set(buffers)
+    if names == {"k", "v"} and hasattr(kvcache, "head_num"):
+        num_slots = _num_slots(kvcache, page_size)
+        heads, widths = kvcache.head_num, (kvcache.head_dim, kvcache.v_head_dim)
+        keys, values = (
+            [_as_slots(kvcache, buffer, num_slots, (heads, width)) for buffer in buffers[name]]
+            for name, width in zip(("k", "v"), widths, strict=True)
+        )
+        return DevicePool.wrap(keys, values, page_size)
+    if names == {"latent"} and hasattr(kvcache, "kv_lora_rank"):
+        return DevicePool.wrap_latent(buffers["latent"], page_size, kvcache.kv_lora_rank)
+    if not all(len(buffer) for layers in buffers.values() for buffer in layers):  # some layers lack some
+        return _unlike(kvcache, _layers(kvcache, page_size), page_size)
+    cut = {name: [_cut(kvcache, name, b, page_size) for b in layers] for name, layers in buffers.items()}
+    specs = tuple(
+        _spec(name, layers[0], _is_paged(kvcache, name, layers[0], page_size)) for name, layers in cut.items()
+    )
+    return DevicePool.wrap_arrays(_shape(kvcache, specs, len(cut[specs[0].name]), page_size), cut, page_size)
+
+
+def _shape(kvcache: Any, specs: tuple[ArraySpec, ...], num_layers: int, page_size: int) -> Any:
+    """An attention's own shape where the arrays are exactly its, so that pages have the same names as ever."""
+    rank = getattr(kvcache, "kv_lora_rank", None)
+    if rank and specs[0].name == "latent" and rank < specs[0].head_dim:
+        width = int(getattr(kvcache, "index_head_dim", 0) or 0)
+        own = SparseMLAShape(
+            num_layers, rank, specs[0].head_dim - rank, specs[0].dtype, page_size, width or 128
+        )
+        if own.arrays == specs:
+            return own
+    return EngineShape(num_layers, specs, page_size)
+
+
+def arrays_of(pool: Any) -> dict[str, list[torch.Tensor]]:
+    """A layer's tensors of each array of a page, [L], by name. Raises ConfigError for a tensor it knows not."""
+    given = dict(_tensors(pool))
+    found = {_ARRAYS[name]: tensors for name, tensors in given.items() if name in _ARRAYS}
+    if not found:
+        raise _refused(pool, "it has none of the arrays that a page is known to have")
+    _require_known(pool, given, [tensor for layers in found.values() for tensor in layers])
+    ordered = {name: found[name] for name in _ARRAYS.values() if name in found}
+    counts = {name: len(layers) for name, layers in ordered.items()}
+    if len(set(counts.values())) != 1 or not min(counts.values()):
+        raise _refused(pool, f"its arrays have unlike numbers of layers: {counts}")
+    return ordered
+
+
+def _require_known(
+    pool: Any, given: Mapping[str, Sequence[torch.Tensor]], arrays: Sequence[torch.Tensor] = ()
+) -> None:
+    """Raise ConfigError for a tensor that is neither an array of a page nor the same memory as one."""
+    known = {tensor.data_ptr() for tensor in arrays}
+    for attribute, tensors in given.items():
+        if attribute in _ARRAYS or attribute in _ADDRESSES:
+            continue
+        if any(tensor.numel() and tensor.data_ptr() not in known for tensor in tensors):
+            raise _refused(pool, f"its {attribute} is none of the arrays that a page is known to have")
+
+
+def _tensors(pool: Any) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """All tensors of a pool, by attribute; also of the objects that it keeps them in."""
+    for attribute, value in vars(pool).items():
+        if attribute in _HELD_BY:
+            for inner, held in vars(value).items():
+                if tensors := _as_tensors(held):
+                    yield (_HELD_BY[attribute] if inner == "buffer" else f"{attribute}.{inner}"), tensors
+        elif tensors := _as_tensors(value):
+            yield attribute, tensors
+        elif hasattr(value, "__dict__") and not isinstance(value, (type, ModuleType)):
+            for inner, held in vars(value).items():
+                if tensors := _as_tensors(held):
+                    yield f"{attribute}.{inner}", tensors
+
+
+def _as_tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return list(value) if value.dim() > 1 else [value]
+    values = value.values() if isinstance(value, Mapping) else value
+    if isinstance(values, (str, bytes)) or not isinstance(values, (list, tuple, type({}.values()))):
+        return []
+    return [tensor for tensor in values if isinstance(tensor, torch.Tensor)]
+
+
+def _num_slots(kvcache: Any, page_size: int) -> int:
+    return (int(kvcache.size) // page_size + 1) * page_size
+
+
+def _as_slots(kvcache: Any, buffer: torch.Tensor, num_slots: int, slot: tuple[int, int]) -> torch.Tensor:
+    """[num_slots, H, D] over a layer's buffer, which may be longer: behind the pool's end there is no memory.
+
+    Layouts other than slot after slot order a page's bytes otherwise (`layout_of`); pages are copied whole.
+    """
+    width = slot[0] * slot[1]
+    if not buffer.is_contiguous() or buffer.numel() % width or buffer.numel() // width < num_slots:
+        raise _refused(kvcache, f"its arrays are {tuple(buffer.shape)}, not {num_slots} slots of {slot} each")
+    return buffer.view(-1, *slot)[:num_slots]
+
+
+def _is_paged(kvcache: Any, name: str, buffer: torch.Tensor, page_size: int) -> bool:
+    """Whether a buffer has a row for each page, not for each slot."""
+    num_slots, rows = _num_slots(kvcache, page_size), buffer.shape[0]
+    if num_slots <= rows < num_slots + page_size:
+        return False
+    if rows * page_size == num_slots:
+        return True
+    raise _refused(kvcache, f"its {name} has {rows} rows for {num_slots} slots in pages of {page_size}")
+
+
+def _cut(kvcache: Any, name: str, buffer: torch.Tensor, page_size: int) -> torch.Tensor:
+    """The rows of whole pages."""
+    if not buffer.is_contiguous():
+        raise _refused(kvcache, f"its {name} is not contiguous: {tuple(buffer.shape)}, {buffer.stride()}")
+    is_paged = _is_paged(kvcache, name, buffer, page_size)
+    return buffer if is_paged else buffer[: _num_slots(kvcache, page_size)]
+
+
+def _spec(name: str, buffer: torch.Tensor, is_paged: bool) -> ArraySpec:
+    heads, width = (1, buffer[0].numel()) if is_paged or buffer.dim() != 3 else buffer.shape[1:]
+    return ArraySpec(name, int(heads), int(width), buffer.dtype, per_page=is_paged)
+
+
+def _layers(kvcache: Any, page_size: int) -> list[tuple[str, torch.Tensor, bool]]:
+    """Each layer's buffers of each array: (array, whole pages of it, whether a row is a page's)."""
+    refuse_class(kvcache)
+    return [
+        (name, _cut(kvcache, name, buffer, page_size), _is_paged(kvcache, name, buffer, page_size))
+        for name, layers in arrays_of(kvcache).items()
+        for buffer in layers
+        if len(buffer)
+    ]
+
+
+def _unlike(kvcache: Any, layers: Sequence[tuple[str, torch.Tensor, bool]], page_size: int) -> DevicePool:
+    """A pool whose layers have unlike arrays: one layer, with an array for each of theirs. A layer of
+    theirs is there when all of a load is."""
+    specs, buffers = [], {}
+    for number, (name, buffer, is_paged) in enumerate(layers):
+        specs.append(_spec(f"{name}.{number}", buffer, is_paged))
+        buffers[specs[-1].name] = [buffer]
+    return DevicePool.wrap_arrays(EngineShape(1, tuple(specs), page_size), buffers, page_size)
+
+
+def _require_parts(kvcache: Any) -> None:
+    """Raise ConfigError where a pool of pools has tensors of its own, or other pools."""
+    for attribute, value in vars(kvcache).items():
+        is_pool = hasattr(value, "get_key_buffer") and attribute not in _PARTS
+        if is_pool or any(tensor.numel() for tensor in _as_tensors(value)):
+            raise _refused(kvcache, f"its {attribute} is none of the pools that it is known to have")
+
+
+def layout_of(kvcache: Any) -> str:
+    """How the pool orders a page's bytes, where it is not slot after slot; "" where it is."""
+    layout = getattr(kvcache, "kv_cache_layout", "nhd")
+    return "" if layout == "nhd" else f":{layout}"
+
+
+def window_pools(kvcache: Any) -> HybridPools:
+    """SGLang's pool of full and sliding-window layers as two of ours."""
+    refuse_class(kvcache)
+    lacking = [
+        name
+        for name in ("page_size", "layers_mapping", "full_kv_pool", "swa_kv_pool")
+        if not hasattr(kvcache, name)
+    ]
+    if lacking:
+        raise _refused(kvcache, f"it has no {' and no '.join(lacking)}, so it is no pool of windows")
+    _require_known(kvcache, {name: t for name, t in _tensors(kvcache) if not name.startswith(_INNER)})
+    size = kvcache.page_size
+    layers: tuple[dict[int, int], dict[int, int]] = ({}, {})  # model layer by the pool's layer
+    for layer, (own, is_window) in kvcache.layers_mapping.items():
+        layers[is_window][own] = layer
+    full, window = ([of[own] for own in sorted(of)] for of in layers)
+    pools = device_pool(kvcache.full_kv_pool, size), device_pool(kvcache.swa_kv_pool, size)
+    return HybridPools(*pools, full, window)
+
+
+def state_pools(kvcache: Any, requests: Any, page_size: int) -> HybridPools:
+    """SGLang's pool of full attention and the request pool's recurrent states as two of ours."""
+    refuse_class(kvcache)
+    full, layers = (
+        getattr(kvcache, "full_kv_pool", None),
+        getattr(kvcache, "full_attention_layer_id_mapping", None),
+    )
+    states = getattr(requests, "mamba_pool", None)
+    if full is None or layers is None or states is None:
+        raise _refused(kvcache, f"with {type(requests).__name__} it is no pool of attention beside states")
+    _require_known(kvcache, {name: t for name, t in _tensors(kvcache) if not name.startswith(_INNER)})
+    return HybridPools(
+        device_pool(full, page_size),
+        state_pool(states),
+        sorted(layers, key=layers.__getitem__),
+        states.mamba_layer_ids,
+    )
+
+
+def state_pool(states: Any) -> DevicePool:
+    """SGLang's recurrent states as a pool of records: the convolutions' tails, then the state of each layer.
+
+    Raises ConfigError where a slot has more than these: what is not recorded would be stale.
+    """
+    refuse_class(states)
+    cache = states.mamba_cache
+    extra = [
+        name for name, value in vars(cache).items() if name not in ("conv", "temporal") and value is not None
+    ]
+    if extra:
+        raise _refused(states, f"its {extra[0]} (speculative decoding, replay) goes with running requests")
+    if siblings := [type(sibling).__name__ for sibling in getattr(states, "_slot_siblings", ())]:
+        raise _refused(
+            states, f"its slots have {siblings[0]} beside them, which would be records of their own"
+        )
+    tails = [_dense(states, f"conv {number}", tail) for number, tail in enumerate(cache.conv)]
+    temporal = _dense(states, "temporal", cache.temporal) if cache.temporal.numel() else None
+    num_layers = len(states.mamba_layer_ids)
+    buffers = [*tails, *([temporal] if temporal is not None else [])]
+    if len(tails) == 1 and len(cache.conv[0].shape) == 4:
+        shape: Any = _state_shape(num_layers, cache.conv[0], cache.temporal)
+        names = [spec.name for spec in shape.arrays]
+    else:
+        names = [*(f"conv{number}" for number in range(len(tails))), "ssm"][: len(buffers)]
+        specs = [_spec(name, rows[0], True) for name, rows in zip(names, buffers, strict=True)]
+        shape = EngineShape(num_layers, tuple(specs), 1)
+    return DevicePool.wrap_arrays(shape, dict(zip(names, buffers, strict=True)), 1)
+
+
+def _state_shape(num_layers: int, tail: torch.Tensor, temporal: torch.Tensor) -> StateShape:
+    """Of one convolution [L, slots, dim, width] and a state [L, slots, ...], which may be empty."""
+    dim, width = tail.shape[2:]
+    if not temporal.numel():
+        return StateShape(num_layers, dim, width, conv_dtype=tail.dtype)
+    heads, head_dim = (*temporal.shape[2:4], 1)[:2]
+    rest = temporal[0, 0].numel() // (heads * head_dim)
+    return StateShape(num_layers, dim, width, heads, head_dim, rest, tail.dtype, temporal.dtype)
+
+
+def _dense(states: Any, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
+    """[L] of a state's rows as they lie in memory, whatever order their axes have."""
+    rows = []
+    for layer in tensor:
+        inner = sorted(range(1, layer.dim()), key=lambda axis: (-layer.stride(axis), -layer.shape[axis]))
+        dense = layer.permute(0, *inner)
+        if not dense.is_contiguous():
+            raise _refused(states, f"its {name} is not dense: {tuple(layer.shape)}, {layer.stride()}")
+        rows.append(dense)
+    return rows
