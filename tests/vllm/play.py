@@ -111,6 +111,55 @@ class Play:
             if f"storm{number}" in answers and number % keep == 0
         }
 
+    def crowd(self, requests: list[dict[str, Any]], max_tokens: int = 4, doomed: list[int] | None = None) -> Any:
+        """All requests at once, each a `prompt` and what a client says of it: `session`, `tenant`.
+
+        The order in which first tokens came, by number, and the answers. doomed: those aborted after a step.
+        """
+        from vllm import SamplingParams
+
+        engine = self.llm.llm_engine
+        for number, asked in enumerate(requests):
+            said = {"tenant": asked["tenant"]} if "tenant" in asked else None
+            params = SamplingParams(
+                temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=TOP, extra_args=said
+            )
+            prompt = {"prompt_token_ids": asked["prompt"]}
+            engine.add_request(f"crowd{number}", prompt, params, session_id=asked.get("session"))  # type: ignore[arg-type]
+        order: list[int] = []
+        answers: dict[str, Any] = {}
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                number = int(output.request_id.removeprefix("crowd"))
+                if number not in order and output.outputs[0].token_ids:
+                    order.append(number)
+                if output.finished:
+                    answers[str(number)] = _answer(output)
+            if doomed:
+                engine.abort_request([f"crowd{number}" for number in doomed])
+                doomed = None
+        return {"order": order, "answers": answers}
+
+    def computes_in(self, page_s: float) -> Any:
+        """Prices and due times go by this cost of a page, not by how fast this machine is."""
+        scheduler = self._scheduler
+        role = getattr(scheduler.connector, "scheduler", None)
+        meter = scheduler._meter if role is None else role.meter
+        meter.planned = lambda *_: None
+        meter._gate._computed.forget()
+        meter._gate.computed(1, page_s)
+        return True
+
+    def admission(self) -> Any:
+        """What the scheduler class knows: nothing of requests that have ended, and its policy's name."""
+        scheduler = self._scheduler
+        known = scheduler._admission
+        return {
+            "kind": type(scheduler).__name__, "policy": known.policy.name, "capacity": known.policy.capacity,
+            "waiting": len(scheduler.waiting), "followed": len(known._requests), "active": len(known._active),
+            "prefilling": len(scheduler._prefilling), "priced": len(scheduler._residency._found),
+        }  # fmt: skip
+
     def state(self) -> Any:
         """The connector's figures, with its invariants checked, and how often vLLM preempted."""
         connector = self._scheduler.connector

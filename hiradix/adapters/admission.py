@@ -1,0 +1,129 @@
+"""An admission policy beside an engine's own scheduler: what that does is told, and whom to serve is asked."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+from hiradix.policy.admission import AdmissionPolicy, WaitingRequest
+from hiradix.policy.continuations import Continuations
+from hiradix.policy.prices import Prices
+
+ANSWER_TOKENS = 256.0  # how long an answer is taken to be before any has ended
+KEPT = 0.9  # share of the old mean that each answer's length leaves
+ORDER_S = 1.0  # oldest order that is followed
+
+
+@dataclass(slots=True)
+class _Request:
+    """One from its arrival to its answer's end. price_s: when it was last ordered."""
+
+    session: str
+    price_s: float = 0.0
+    is_waiting: bool = True  # for its first token
+
+
+class EngineAdmission:
+    """Follows an engine's requests for an `AdmissionPolicy`, and has its order. One thread, no cost per token.
+
+    A request's session is the one its client names, of its tenant, or else the one whose last prompt it
+    continues. Its footprint is its prompt with an answer of the mean length, as no engine knows better.
+    price_s: seconds to a request's first token by its id, asked of all that wait when an order is made.
+    """
+
+    def __init__(
+        self,
+        policy: AdmissionPolicy,
+        prices: Prices,
+        price_s: Callable[[str], float],
+        clock: Callable[[], float],
+    ) -> None:
+        self.policy = policy
+        self.prices = prices
+        self._price_s = price_s
+        self._clock = clock
+        self._requests: dict[str, _Request] = {}
+        self._continuations = Continuations()
+        self._active: Counter[str] = Counter()  # requests that wait or run, by session
+        self._answer_tokens = ANSWER_TOKENS
+        self._ordered_s: float | None = None  # when; None: something has happened since
+
+    def __contains__(self, rid: str) -> bool:
+        """Whether it was added and has not ended."""
+        return rid in self._requests
+
+    def is_waiting(self, rid: str) -> bool:
+        """Whether the policy says when it is served: it was added and has no first token."""
+        return rid in self.policy.waiting
+
+    def has_started(self, rid: str) -> bool:
+        """Whether a request without a first token has been given its pages once."""
+        waiting = self.policy.waiting.get(rid)
+        return waiting is not None and waiting.has_started
+
+    def add(
+        self,
+        rid: str,
+        num_tokens: int,
+        most_answer: int,
+        tenant: str = "",
+        session: str = "",
+        names: Sequence[Hashable] = (),
+    ) -> None:
+        """A request came. names: of its prompt's blocks, equal only where prompts are up to there."""
+        if session:
+            session = f"{tenant}/{session}"
+        elif names:
+            session = self._continuations.session_of(names, rid, self._active)
+        else:
+            session = rid
+        self._active[session] += 1
+        self._requests[rid] = _Request(session)
+        self._ordered_s = None
+        footprint = num_tokens + min(most_answer, round(self._answer_tokens))
+        cold_s = self.prices.first_token_s(num_tokens)
+        self.policy.add(WaitingRequest(rid, session, self._clock(), cold_s, footprint, tenant))
+
+    def start(self, rid: str) -> None:
+        """It was given its pages. May be told again, as after a preemption."""
+        if not self.has_started(rid):
+            self.policy.start(rid, self._clock())
+            self._ordered_s = None
+
+    def first_token(self, rid: str) -> None:
+        """Its first token is there."""
+        request = self._requests[rid]
+        if request.is_waiting:
+            request.is_waiting = False
+            self.policy.computed(rid, request.price_s)
+            self._ordered_s = None
+
+    def end(self, rid: str, stop: str, answer_tokens: int) -> None:
+        """It is over; `stop` says why its answer ended. Without a first token it is removed."""
+        request = self._requests.pop(rid)
+        self._ordered_s = None
+        self._active[request.session] -= 1
+        if not self._active[request.session]:
+            del self._active[request.session]
+        if request.is_waiting:
+            self.policy.remove(rid, self._clock())
+            return
+        if stop != "abort":
+            self._answer_tokens = KEPT * self._answer_tokens + (1 - KEPT) * answer_tokens
+        self.policy.end(request.session, self._clock(), stop)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether to ask for the order again: something has happened, or it is old and somebody waits."""
+        if self._ordered_s is None:
+            return True
+        return bool(self.policy.waiting) and self._clock() - self._ordered_s >= ORDER_S
+
+    def order(self) -> list[str]:
+        """Whom to serve, the next first; those not in it are held. Prices everybody that waits."""
+        self._ordered_s = now_s = self._clock()
+        prices = {}
+        for rid in self.policy.waiting:
+            self._requests[rid].price_s = prices[rid] = self._price_s(rid)
+        return self.policy.order(now_s, prices)

@@ -1,0 +1,131 @@
+"""What a request that waits in vLLM's queue would find: on the device, on the host, in storage."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from hiradix.adapters.vllm.scheduler import SchedulerRole
+from hiradix.policy.prices import Prices
+
+LOOK_AGAIN_S = 1.0  # a lookup on the host is believed for so long
+UNCHANGED_S = 10.0  # or for so long where nothing has come or gone
+
+
+class QueuedRequest(Protocol):
+    """What is read of vLLM's Request."""
+
+    request_id: str
+    num_computed_tokens: int
+    num_tokens: int
+    skip_reading_prefix_cache: bool
+    block_hashes: Sequence[bytes]
+
+
+class DevicePrefixes:
+    """vLLM's own prefix cache, read and left as it is.
+
+    A prefix is evicted from its end, so how much of one is there is found by bisection: O(log blocks), and
+    O(1) where it is as much as last time. Blocks that went from the middle are seen by vLLM's own lookup
+    alone. has_block: whether a block of this name is cached. view: a request's names, by blocks of
+    `block_size`.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        has_block: Callable[[bytes], bool],
+        view: Callable[[Sequence[bytes]], Sequence[bytes]],
+    ) -> None:
+        self._block_size = block_size
+        self._has_block = has_block
+        self._view = view
+
+    def find(self, request: QueuedRequest, last: int = 0) -> int:
+        """Leading blocks of the request that are on the device; `last`: as many as there were."""
+        names = self._view(request.block_hashes)
+        most = min(len(names), (request.num_tokens - 1) // self._block_size)
+        last = min(last, most)
+        if last and not self._has_block(names[last - 1]):
+            most = last - 1
+        elif last == most or not self._has_block(names[last]):
+            return last
+        return bisect_left(range(most), True, key=lambda i: not self._has_block(names[i]))
+
+    @property
+    def block_size(self) -> int:
+        return self._block_size
+
+
+@dataclass(slots=True)
+class _Found:
+    """What a request's last lookups gave. host_at: the state of the host index, and when it was asked."""
+
+    device_blocks: int = 0
+    host_tokens: int = 0
+    host_at: tuple[int, float] = (0, -UNCHANGED_S)
+
+
+class Residency:
+    """Prices requests by where their prompts are. role: our connector's, or None: only the device counts.
+
+    A price costs two looks at vLLM's block table, and now and then a walk of the host's tree: at most once in
+    LOOK_AGAIN_S, where pages have come or gone since the last.
+    """
+
+    def __init__(
+        self,
+        prices: Prices,
+        device: DevicePrefixes | None,
+        role: SchedulerRole | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._prices = prices
+        self._device = device
+        self._role = role
+        self._clock = clock
+        self._found: dict[str, _Found] = {}
+
+    def forget(self, rid: str) -> None:
+        self._found.pop(rid, None)
+
+    def price_s(self, request: QueuedRequest) -> float:
+        """Seconds to its first token if it were served now; of a prefill under way, what is left of it."""
+        total = request.num_tokens
+        if request.num_computed_tokens or request.skip_reading_prefix_cache:
+            return self._prices.first_token_s(max(1, total - request.num_computed_tokens))
+        found = self._found.setdefault(request.request_id, _Found())
+        on_device = 0
+        if self._device is not None:
+            found.device_blocks = self._device.find(request, found.device_blocks)
+            on_device = found.device_blocks * self._device.block_size
+        loaded = fetched = 0
+        if self._role is not None:
+            self._look_on_host(self._role, request, found)
+            loaded = max(0, found.host_tokens - on_device)
+            fetched = fetching_tokens(self._role, request.request_id)
+            fetched = max(0, min(fetched, total - 1 - on_device - loaded))
+        return self._prices.first_token_s(max(1, total - on_device - loaded - fetched), loaded, fetched)
+
+    def _look_on_host(self, role: SchedulerRole, request: QueuedRequest, found: _Found) -> None:
+        tracked = role.requests.get(request.request_id)
+        if tracked is None or not role.index.is_open:
+            found.host_tokens = 0
+            return
+        counters, now_s = role.index.counters, self._clock()
+        state = counters.evicted_host + counters.written + counters.prefetched
+        is_unchanged = state == found.host_at[0]
+        if now_s - found.host_at[1] < (UNCHANGED_S if is_unchanged else LOOK_AGAIN_S):
+            return
+        size = role.index.page_size
+        key = tracked.key((request.num_tokens - 1) // size, size)
+        found.host_tokens = role.index.find(key).num_pages * size
+        found.host_at = state, now_s
+
+
+def fetching_tokens(role: SchedulerRole, rid: str) -> int:
+    """Tokens that storage has for a request and which are not on the host yet."""
+    known: Any = getattr(role, "fetching_tokens", None)
+    return 0 if known is None else int(known(rid))
