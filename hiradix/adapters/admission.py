@@ -12,12 +12,12 @@ from hiradix.policy.prices import Prices
 
 ANSWER_TOKENS = 256.0  # how long an answer is taken to be before any has ended
 KEPT = 0.9  # share of the old mean that each answer's length leaves
-ORDER_S = 1.0  # oldest order that is followed
+COST_SHARE = 0.01  # of the engine's time, for orders made because time has passed
 
 
 @dataclass(slots=True)
 class _Request:
-    """One from its arrival to its answer's end. price_s: when it was last ordered."""
+    """One from its arrival to its answer's end. price_s: when it was last ordered before it started."""
 
     session: str
     price_s: float = 0.0
@@ -48,6 +48,7 @@ class EngineAdmission:
         self._active: Counter[str] = Counter()  # requests that wait or run, by session
         self._answer_tokens = ANSWER_TOKENS
         self._ordered_s: float | None = None  # when; None: something has happened since
+        self._order_cost_s = 0.0
 
     def __contains__(self, rid: str) -> bool:
         """Whether it was added and has not ended."""
@@ -56,6 +57,10 @@ class EngineAdmission:
     def is_waiting(self, rid: str) -> bool:
         """Whether the policy says when it is served: it was added and has no first token."""
         return rid in self.policy.waiting
+
+    def session_of(self, rid: str) -> str:
+        """The name that its session has here."""
+        return self._requests[rid].session
 
     def has_started(self, rid: str) -> bool:
         """Whether a request without a first token has been given its pages once."""
@@ -115,15 +120,29 @@ class EngineAdmission:
 
     @property
     def is_stale(self) -> bool:
-        """Whether to ask for the order again: something has happened, or it is old and somebody waits."""
+        """Whether to ask for the order again: something has happened; or somebody waits, and it is so old that
+        a new one costs COST_SHARE of the time since."""
         if self._ordered_s is None:
             return True
-        return bool(self.policy.waiting) and self._clock() - self._ordered_s >= ORDER_S
+        return (
+            bool(self.policy.waiting) and self._clock() - self._ordered_s >= self._order_cost_s / COST_SHARE
+        )
 
     def order(self) -> list[str]:
-        """Whom to serve, the next first; those not in it are held. Prices everybody that waits."""
-        self._ordered_s = now_s = self._clock()
+        """Whom to serve, the next first; those not in it are held. Prices everybody that waits.
+
+        A prefill under way is not interrupted by those who wait: the policy decides as of when it has ended.
+        """
+        begin_s = free_s = self._clock()
         prices = {}
-        for rid in self.policy.waiting:
-            self._requests[rid].price_s = prices[rid] = self._price_s(rid)
-        return self.policy.order(now_s, prices)
+        for rid, waiting in self.policy.waiting.items():
+            price_s = self._price_s(rid)
+            if waiting.has_started:
+                free_s, price_s = free_s + price_s, 0.0
+            else:
+                self._requests[rid].price_s = price_s
+            prices[rid] = price_s
+        order = self.policy.order(free_s, prices)
+        self._ordered_s = self._clock()
+        self._order_cost_s = self._ordered_s - begin_s
+        return order

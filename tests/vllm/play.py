@@ -111,7 +111,9 @@ class Play:
             if f"storm{number}" in answers and number % keep == 0
         }
 
-    def crowd(self, requests: list[dict[str, Any]], max_tokens: int = 4, doomed: list[int] | None = None) -> Any:
+    def crowd(
+        self, requests: list[dict[str, Any]], max_tokens: int = 4, doomed: list[int] | None = None
+    ) -> Any:
         """All requests at once, each a `prompt` and what a client says of it: `session`, `tenant`.
 
         The order in which first tokens came, by number, and the answers. doomed: those aborted after a step.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,6 +12,7 @@ from hiradix.adapters.vllm.scheduler import SchedulerRole
 from hiradix.policy.prices import Prices
 
 LOOK_AGAIN_S = 1.0  # a lookup on the host is believed for so long
+MOST_EMPTY = 64  # blocks: with more of them that hold nothing, the order of eviction can wait
 UNCHANGED_S = 10.0  # or for so long where nothing has come or gone
 
 
@@ -39,14 +41,14 @@ class DevicePrefixes:
         has_block: Callable[[bytes], bool],
         view: Callable[[Sequence[bytes]], Sequence[bytes]],
     ) -> None:
-        self._block_size = block_size
+        self.block_size = block_size
         self._has_block = has_block
         self._view = view
 
     def find(self, request: QueuedRequest, last: int = 0) -> int:
         """Leading blocks of the request that are on the device; `last`: as many as there were."""
-        names = self._view(request.block_hashes)
-        most = min(len(names), (request.num_tokens - 1) // self._block_size)
+        names = self.names(request)
+        most = min(len(names), (request.num_tokens - 1) // self.block_size)
         last = min(last, most)
         if last and not self._has_block(names[last - 1]):
             most = last - 1
@@ -54,9 +56,82 @@ class DevicePrefixes:
             return last
         return bisect_left(range(most), True, key=lambda i: not self._has_block(names[i]))
 
-    @property
-    def block_size(self) -> int:
-        return self._block_size
+    def names(self, request: QueuedRequest) -> Sequence[bytes]:
+        """Those of its whole blocks."""
+        return self._view(request.block_hashes)
+
+
+class BlockPool(Protocol):
+    """What is used of vLLM's BlockPool."""
+
+    num_gpu_blocks: int
+    free_block_queue: Any
+
+    def get_cached_block(self, name: Any, groups: list[int]) -> list[Any] | None: ...
+
+
+class IdleBlocks:
+    """vLLM's blocks of sessions with no request, so that those of a session that left are evicted first.
+
+    Remembers the last request of each, in all as many blocks as the pool has: of more, none is there. O(blocks)
+    for a request that ends and for a session that leaves. group: whose blocks they are.
+    """
+
+    def __init__(self, pool: BlockPool, group: int) -> None:
+        self._pool = pool
+        self._groups = [group]
+        self._names: dict[str, Sequence[bytes]] = {}  # the session that ended last is the last one
+        self._num_users: Counter[bytes] = Counter()
+        self._num_names = 0
+
+    def ended(self, session: str, names: Sequence[bytes]) -> None:
+        """A request of `session` with these blocks is over."""
+        self._forget(session)
+        self._names[session] = names
+        self._num_users.update(names)
+        self._num_names += len(names)
+        while self._num_names > self._pool.num_gpu_blocks and len(self._names) > 1:
+            self._forget(next(iter(self._names)))
+
+    def leave(self, session: str) -> int:
+        """Free blocks that no other session has are evicted before all others that hold something, from their
+        prefix's end on. How many; none while the pool has more than MOST_EMPTY that hold nothing.
+        """
+        names = self._forget(session)
+        queue = self._pool.free_block_queue
+        empty = self._pop_empty()
+        blocks = []
+        if len(empty) <= MOST_EMPTY:
+            for name in reversed(names):
+                found = None if name in self._num_users else self._pool.get_cached_block(name, self._groups)
+                if found is not None and found[0].ref_cnt == 0 and not found[0].is_null:
+                    blocks.append(found[0])
+        for block in blocks:
+            queue.remove(block)
+        queue.prepend_n(blocks)
+        queue.prepend_n(empty)
+        return len(blocks)
+
+    def _pop_empty(self) -> list[Any]:
+        """Take blocks that hold nothing, which are the first ones, off the queue: one more than MOST_EMPTY at
+        most."""
+        queue, empty = self._pool.free_block_queue, list[Any]()
+        while queue.num_free_blocks and len(empty) <= MOST_EMPTY:
+            block = queue.popleft()
+            if block.block_hash is not None:
+                queue.prepend_n([block])
+                break
+            empty.append(block)
+        return empty
+
+    def _forget(self, session: str) -> Sequence[bytes]:
+        names = self._names.pop(session, ())
+        self._num_names -= len(names)
+        for name in names:
+            self._num_users[name] -= 1
+            if not self._num_users[name]:
+                del self._num_users[name]
+        return names
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from hiradix.adapters.admission import EngineAdmission
 from hiradix.adapters.vllm.connector import HiRadixConnector
-from hiradix.adapters.vllm.residency import DevicePrefixes, Residency
+from hiradix.adapters.vllm.residency import DevicePrefixes, IdleBlocks, Residency
 from hiradix.adapters.vllm.scheduler import SchedulerRole
 from hiradix.adapters.vllm.settings import schedule_policy
 from hiradix.adapters.vllm.step_meter import StepMeter
@@ -136,7 +136,10 @@ class HiRadixScheduler(Scheduler):
             prices = Prices(gate, self.block_size)
         else:
             prices = Prices(role.no_regret, role.index.page_size)
-        self._residency = Residency(prices, self._device_prefixes(), role, clock)
+        device = self._look_at_device()
+        self._idle = None if device is None else device[1]
+        self._device = None if device is None else device[0]
+        self._residency = Residency(prices, self._device, role, clock)
         self._admission = EngineAdmission(
             make_admission(name, self._capacity()), prices, self._price_s, clock
         )
@@ -147,8 +150,8 @@ class HiRadixScheduler(Scheduler):
             "HiRadixScheduler: %s, by %s", name, "device alone" if role is None else "device and host"
         )
 
-    def _device_prefixes(self) -> DevicePrefixes | None:
-        """How much of a prompt vLLM's own prefix cache has, by its first group of full attention, if any."""
+    def _look_at_device(self) -> tuple[DevicePrefixes, IdleBlocks] | None:
+        """vLLM's own prefix cache, by its first group of full attention; None: there is none."""
         kinds = [type(group.kv_cache_spec).__name__ for group in self.kv_cache_config.kv_cache_groups]
         full = [at for at, kind in enumerate(kinds) if kind in ("FullAttentionSpec", "MLAAttentionSpec")]
         if not full or not self.cache_config.enable_prefix_caching:
@@ -156,11 +159,12 @@ class HiRadixScheduler(Scheduler):
         spec = self.kv_cache_config.kv_cache_groups[full[0]].kv_cache_spec
         size, hash_size = spec.block_size * self.dcp_world_size, self.hash_block_size
         pool = self.kv_cache_manager.block_pool
-        return DevicePrefixes(
+        prefixes = DevicePrefixes(
             size,
             lambda name: pool.get_cached_block(name, full[:1]) is not None,
             lambda names: resolve_block_hashes(names, hash_size, size),
         )
+        return prefixes, IdleBlocks(pool, full[0])
 
     def _capacity(self) -> int:
         """Tokens from which a prefix comes back sooner than it is computed."""
@@ -213,6 +217,9 @@ class HiRadixScheduler(Scheduler):
                 self._has_first_token(rid)
             self._prefilling.pop(rid, None)
             self._residency.forget(rid)
+            if self._idle is not None and self._device is not None:
+                names = self._device.names(request)
+                self._idle.ended(self._admission.session_of(rid), names)
             self._admission.end(rid, stop, request.num_output_tokens)
         return super()._free_request(request, *args, **kwargs)
 
@@ -226,6 +233,9 @@ class HiRadixScheduler(Scheduler):
     def _follow(self) -> None:
         self._note_taken()
         if self._admission.is_stale:
+            for session in self._admission.policy.take_left():
+                if self._idle is not None:
+                    self._idle.leave(session)
             self._order = self._admission.order()
             self.waiting.offer(
                 lambda request: not self._admission.is_waiting(request.request_id), self._order

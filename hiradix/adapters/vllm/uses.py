@@ -197,6 +197,12 @@ SCHEDULER_USES: tuple[Requirement, ...] = (
     Call(f"{_SCHEDULER}:Scheduler.update_from_output", 2),
     Has("vllm.v1.core.kv_cache_manager:KVCacheManager", ("block_pool",)),
     Call("vllm.v1.core.block_pool:BlockPool.get_cached_block", 2),
+    Has("vllm.v1.core.block_pool:BlockPool", ("free_block_queue", "num_gpu_blocks")),
+    Call("vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.popleft"),
+    Call("vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.prepend_n", 1),
+    Call("vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.remove", 1),
+    Has("vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue", ("num_free_blocks",)),
+    Has("vllm.v1.core.kv_cache_utils:KVCacheBlock", ("block_hash", "is_null", "ref_cnt")),
     Call("vllm.v1.core.kv_cache_utils:resolve_block_hashes", 3),
     Has(f"{_OUTPUT}:SchedulerOutput", ("num_scheduled_tokens", "total_num_scheduled_tokens")),
     Has(
