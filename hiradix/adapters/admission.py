@@ -17,19 +17,21 @@ COST_SHARE = 0.01  # of the engine's time, for orders made because time has pass
 
 @dataclass(slots=True)
 class _Request:
-    """One from its arrival to its answer's end. price_s: when it was last ordered before it started."""
+    """One from its arrival to its answer's end. price_s: when it was last ordered."""
 
     session: str
     price_s: float = 0.0
-    is_waiting: bool = True  # for its first token
 
 
 class EngineAdmission:
     """Follows an engine's requests for an `AdmissionPolicy`, and has its order. One thread, no cost per token.
 
+    Engines finish a prefill that they have begun before they look at who waits: for the policy it is computed
+    when it starts, and it decides as of when those under way have ended.
     A request's session is the one its client names, of its tenant, or else the one whose last prompt it
     continues. Its footprint is its prompt with an answer of the mean length, as no engine knows better.
-    price_s: seconds to a request's first token by its id, asked of all that wait when an order is made.
+    price_s: seconds to a request's first token by its id, asked when an order is made of all that wait and of
+    all prefills under way.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class EngineAdmission:
         self._clock = clock
         self._requests: dict[str, _Request] = {}
         self._continuations = Continuations()
+        self._under_way: dict[str, None] = {}  # started, and without a first token
         self._active: Counter[str] = Counter()  # requests that wait or run, by session
         self._answer_tokens = ANSWER_TOKENS
         self._ordered_s: float | None = None  # when; None: something has happened since
@@ -55,17 +58,12 @@ class EngineAdmission:
         return rid in self._requests
 
     def is_waiting(self, rid: str) -> bool:
-        """Whether the policy says when it is served: it was added and has no first token."""
+        """Whether it has not started, so that the policy says when it does."""
         return rid in self.policy.waiting
 
     def session_of(self, rid: str) -> str:
         """The name that its session has here."""
         return self._requests[rid].session
-
-    def has_started(self, rid: str) -> bool:
-        """Whether a request without a first token has been given its pages once."""
-        waiting = self.policy.waiting.get(rid)
-        return waiting is not None and waiting.has_started
 
     def add(
         self,
@@ -92,26 +90,25 @@ class EngineAdmission:
 
     def start(self, rid: str) -> None:
         """It was given its pages. May be told again, as after a preemption."""
-        if not self.has_started(rid):
+        if rid in self.policy.waiting:
             self.policy.start(rid, self._clock())
+            self.policy.computed(rid, self._requests[rid].price_s)
+            self._under_way[rid] = None
             self._ordered_s = None
 
     def first_token(self, rid: str) -> None:
         """Its first token is there."""
-        request = self._requests[rid]
-        if request.is_waiting:
-            request.is_waiting = False
-            self.policy.computed(rid, request.price_s)
-            self._ordered_s = None
+        self._under_way.pop(rid, None)
 
     def end(self, rid: str, stop: str, answer_tokens: int) -> None:
-        """It is over; `stop` says why its answer ended. Without a first token it is removed."""
+        """It is over; `stop` says why its answer ended. If it has not started it is removed."""
         request = self._requests.pop(rid)
         self._ordered_s = None
+        self._under_way.pop(rid, None)
         self._active[request.session] -= 1
         if not self._active[request.session]:
             del self._active[request.session]
-        if request.is_waiting:
+        if rid in self.policy.waiting:
             self.policy.remove(rid, self._clock())
             return
         if stop != "abort":
@@ -129,19 +126,12 @@ class EngineAdmission:
         )
 
     def order(self) -> list[str]:
-        """Whom to serve, the next first; those not in it are held. Prices everybody that waits.
-
-        A prefill under way is not interrupted by those who wait: the policy decides as of when it has ended.
-        """
-        begin_s = free_s = self._clock()
-        prices = {}
-        for rid, waiting in self.policy.waiting.items():
-            price_s = self._price_s(rid)
-            if waiting.has_started:
-                free_s, price_s = free_s + price_s, 0.0
-            else:
-                self._requests[rid].price_s = price_s
-            prices[rid] = price_s
+        """Whom to serve, the next first; those not in it are held. Prices everybody that waits."""
+        begin_s = self._clock()
+        free_s = begin_s + sum(map(self._price_s, self._under_way))
+        prices = {rid: self._price_s(rid) for rid in self.policy.waiting}
+        for rid, price_s in prices.items():
+            self._requests[rid].price_s = price_s
         order = self.policy.order(free_s, prices)
         self._ordered_s = self._clock()
         self._order_cost_s = self._ordered_s - begin_s

@@ -142,6 +142,45 @@ class Play:
                 doomed = None
         return {"order": order, "answers": answers}
 
+    def agents(self, agents: list[dict[str, Any]], is_named: bool = True) -> Any:
+        """Each asks its turns one after the other, thinking after each answer. Per agent what came of each.
+
+        Agents have `name`, `start_s` and `turns`; those `prompt`, `max_tokens` and `think_s`. Times are real.
+        """
+        from vllm import SamplingParams
+
+        engine = self.llm.llm_engine
+        due_s = {at: agent["start_s"] for at, agent in enumerate(agents)}
+        sent_s: dict[int, float] = {}
+        first_s: dict[int, float] = {}
+        rows: list[list[Any]] = [[] for _ in agents]
+        begin_s = time.perf_counter()
+        while due_s or sent_s:
+            now_s = time.perf_counter() - begin_s
+            for at in [at for at, when_s in due_s.items() if when_s <= now_s]:
+                turn = agents[at]["turns"][len(rows[at])]
+                params = SamplingParams(
+                    temperature=0, max_tokens=turn["max_tokens"], ignore_eos=True, logprobs=TOP
+                )
+                name = agents[at]["name"] if is_named else None
+                prompt = {"prompt_token_ids": turn["prompt"]}
+                engine.add_request(f"agent{at}/{len(rows[at])}", prompt, params, session_id=name)  # type: ignore[arg-type]
+                sent_s[at] = due_s.pop(at)
+            if not sent_s:
+                time.sleep(max(0.0, min(due_s.values()) - now_s))
+                continue
+            for output in engine.step():
+                at = int(output.request_id.removeprefix("agent").partition("/")[0])
+                now_s = time.perf_counter() - begin_s
+                if output.outputs[0].token_ids:
+                    first_s.setdefault(at, now_s)
+                if output.finished:
+                    row = {"ttft_s": first_s.pop(at) - sent_s.pop(at), "total_s": now_s, **_answer(output)}
+                    rows[at].append(row)
+                    if len(rows[at]) < len(agents[at]["turns"]):
+                        due_s[at] = now_s + agents[at]["turns"][len(rows[at]) - 1]["think_s"]
+        return rows
+
     def computes_in(self, page_s: float) -> Any:
         """Prices and due times go by this cost of a page, not by how fast this machine is."""
         scheduler = self._scheduler

@@ -109,7 +109,8 @@ class HiRadixScheduler(Scheduler):
     """Offers vLLM's step the requests that its admission policy would serve, the next first.
 
     Made with asynchronous scheduling on, it is a `HiRadixAsyncScheduler`. What the policy does not follow goes
-    first, by arrival: requests that were preempted after their first token, and streaming-input sessions.
+    first, by arrival: requests that were preempted, and streaming-input sessions. Prefills under way stay in the
+    order in which they were begun.
     """
 
     def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> HiRadixScheduler:
@@ -144,7 +145,6 @@ class HiRadixScheduler(Scheduler):
             make_admission(name, self._capacity()), prices, self._price_s, clock
         )
         self._prefilling: dict[str, Request] = {}  # started, and without a first token
-        self._order: list[str] = []
         self.waiting: AdmissionQueue = AdmissionQueue(self._follow)
         logger.info(
             "HiRadixScheduler: %s, by %s", name, "device alone" if role is None else "device and host"
@@ -194,7 +194,6 @@ class HiRadixScheduler(Scheduler):
         )
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        self._order_prefills()
         output = super().schedule(*args, **kwargs)
         self._note_taken()
         if self._meter is not None:
@@ -252,18 +251,6 @@ class HiRadixScheduler(Scheduler):
 
     def _price_s(self, rid: str) -> float:
         return self._residency.price_s(self.requests[rid])
-
-    def _order_prefills(self) -> None:
-        """Prefills under way, in the places that they have among what runs, by the policy's order."""
-        places = [at for at, r in enumerate(self.running) if r.request_id in self._prefilling]
-        if len(places) < 2:
-            return
-        self._follow()
-        rank = {rid: number for number, rid in enumerate(self._order)}
-        prefills = [self.running[at] for at in places]
-        prefills.sort(key=lambda request: rank.get(request.request_id, len(rank)))
-        for at, request in zip(places, prefills, strict=True):
-            self.running[at] = request
 
 
 class HiRadixAsyncScheduler(HiRadixScheduler, AsyncScheduler):
