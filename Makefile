@@ -34,6 +34,7 @@
 # make bench-policy  eviction policies on a real trace, beside models and the optimum, and what they add to a turn
 #                    (5 minutes; POLICY_FLAGS=--quick)
 # make bench-agents  coding agents on a cache that does not hold them all: eviction, and the order of service (8 minutes)
+# make bench-agents-vllm  coding agents inside vLLM, by its own scheduler and by ours (40 minutes)
 # make bench-sglang  our cache and SGLang's own inside SGLang 0.5.23 on this CPU: hits, scheduler's cost, TTFT (5 minutes)
 # make bench-vllm    the connector beside none, vLLM's prefix cache, its example connector and LMCache's; overhead without hits
 # make certify       is every answer that a hit gives the one that a cold prompt gets? Asked of our own server with all tiers
@@ -74,7 +75,7 @@ endif
 .PHONY: help .venv demo lint docs compiled clean \
 	explore test test-kernels test-faults test-mutants test-compiled test-differential test-storage test-sglang test-vllm test-bench test-scale \
 	test-gpu sglang-venv vllm-venv \
-	bench-gpu bench-tree bench-transfer bench-storage bench-storage-remote bench-quantise bench-canary bench-policy bench-agents bench-sglang bench-vllm \
+	bench-gpu bench-tree bench-transfer bench-storage bench-storage-remote bench-quantise bench-canary bench-policy bench-agents bench-agents-vllm bench-sglang bench-vllm \
 	bench-serve certify
 help:
 	@sed -n 's/^# \(make .*\|  .*\)/  \1/p' Makefile
@@ -230,6 +231,9 @@ bench-agents: $(READY)
 # CERTIFY_FLAGS="--minutes 2". Of any other server: hiradix certify URL.
 certify: $(READY)
 	$(PY) -m tests.certify.own $(CERTIFY_FLAGS)
+
+bench-agents-vllm: vllm-venv
+	build/vllm-venv/bin/python -m benchmarks.bench_agents_vllm $(BENCH_FLAGS)
 
 bench-serve: $(READY)
 	$(PY) benchmarks/serve_multiturn.py $(BENCH_FLAGS) $(URL)

@@ -1,12 +1,12 @@
 """Coding agents inside vLLM: its own scheduler, first come, first served, and ours.
 
-    make bench-agents-vllm [BENCH_FLAGS="--agents 20 --turns 20 --seeds 1,2,3"]
+    make bench-agents-vllm [BENCH_FLAGS="--agents 20 --turns 12 --seeds 1,2,3"]
     python -m benchmarks.bench_agents_vllm [--quick] [--out FILE]      in the environment of `make test-vllm`
 
 Recorded sessions, shorter by --scale in tokens and by --hurry in seconds, on a small random model: each agent
 asks again when its answer is whole and it has thought as long as recorded. vLLM's blocks hold --device of the
-working set (each agent's longest prompt, together), its prefix cache is on, and the connector's host tier
-holds twice the device. Each scheduler is a vLLM of its own, one after the other, on the same requests.
+working set (each agent's longest prompt, together), its prefix cache is on, and the connector's host tier is
+--host times as large: it has what the device has, too, so with 1 both together hold no more. Each scheduler is a vLLM of its own, one after the other, on the same requests.
 
     agents, seed N     time to the first token, and hits of all prompt tokens (device and host)
     agents, fits       the same where the device holds everything: nobody has to be ordered
@@ -36,7 +36,6 @@ CLASS = "hiradix.adapters.vllm.HiRadixScheduler"
 BLOCK = 32
 CONTEXT = 16_384
 THEIRS = "vllm"
-HOST_SHARE = 2.0  # of the device
 Rows = list[dict[str, Any]]
 
 
@@ -65,7 +64,7 @@ def play(
 ) -> Rows:  # fmt: skip
     """All turns' rows of one vLLM of its own with `num_tokens` on the device, agent by agent."""
     own = {} if policy == THEIRS else {"scheduler_cls": CLASS}
-    host = {"hicache_ratio": HOST_SHARE, "schedule_policy": "cached" if policy == THEIRS else policy}
+    host = {"hicache_ratio": args.host, "schedule_policy": "cached" if policy == THEIRS else policy}
     player = Player(
         model, host, log, max_model_len=longest, hf_overrides={"max_position_embeddings": CONTEXT},
         block_size=BLOCK, num_gpu_blocks_override=num_tokens // BLOCK + 1, enable_prefix_caching=True,
@@ -104,11 +103,12 @@ def rows_of(case: str, played: dict[str, Rows], num_tokens: int) -> Iterator[Row
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--agents", type=int, default=20)
-    parser.add_argument("--turns", type=int, default=20, help="most requests of each")
+    parser.add_argument("--turns", type=int, default=12, help="most requests of each")
     parser.add_argument("--seeds", default="1,2,3", help="of the draw")
     parser.add_argument("--scale", type=int, default=64)
     parser.add_argument("--hurry", type=float, default=24.0)
     parser.add_argument("--device", type=float, default=0.5, help="of the working set")
+    parser.add_argument("--host", type=float, default=1.0, help="of the device, whose copy it has too")
     parser.add_argument("--policies", default="fcfs,lpm", help="of ours, beside cached")
     parser.add_argument("--running", type=int, default=8, help="most requests at once")
     parser.add_argument("--chunk", type=int, default=512, help="tokens of a step")

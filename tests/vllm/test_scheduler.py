@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.vllm.player import Player, assert_same, cached
-from tests.vllm.test_host import conversation
+from tests.vllm.test_host import conversation, shared_prefixes
+from tests.vllm.test_storage import with_storage
 
 Start = Callable[..., Player]
 CLASS = "hiradix.adapters.vllm.HiRadixScheduler"
@@ -61,4 +63,44 @@ def test_what_only_the_host_has_goes_first(start: Start, plain: Player) -> None:
     assert_same(plain.generate(prompts, max_tokens=4), answers)
     player.settle()
     assert player.state()["idle"]
+    assert_all_gone(player)
+
+
+def test_two_hundred_requests_in_little_memory_with_aborts(start: Start, plain: Player) -> None:
+    """Both sorts of blocks run short, requests are preempted and aborted: the rest is answered, and right."""
+    prompts = shared_prefixes(120)
+    expected = plain.generate(prompts, max_tokens=24)
+    player = ours(
+        start, {"hicache_size": 0.003}, enable_prefix_caching=True, num_gpu_blocks_override=40,
+        max_num_seqs=16, max_num_batched_tokens=256, long_prefill_token_threshold=128, max_model_len=1024,
+    )  # fmt: skip
+    doomed = list(range(1, 120, 4))
+    asked = [
+        {"prompt": prompt, **({"session": f"s{at % 4}"} if at % 3 else {})}
+        for at, prompt in enumerate(prompts)
+    ]
+    done = player.ask("crowd", requests=asked, max_tokens=24, doomed=doomed)
+    kept = [number for number in range(120) if number not in doomed]
+    assert sorted(set(map(int, done["answers"])) - set(doomed)) == kept
+    assert_same([expected[at] for at in kept], [done["answers"][str(at)] for at in kept])
+    player.settle()
+    assert player.state()["idle"]
+    assert_all_gone(player)
+
+
+def test_what_storage_has_goes_before_what_nobody_has(start: Start, plain: Player, tmp_path: Path) -> None:
+    """After a restart: the prompt that storage has came last."""
+    known, cold = conversation(1, 700), [conversation(seed, 720) for seed in range(2, 6)]
+    prompts = [*cold, [*known, *conversation(9, 20)]]
+    extra = with_storage("file", file_storage_path=str(tmp_path / "pages"))
+    before = start(extra, **ONE_AT_A_TIME)
+    before.generate([known])
+    before.settle()
+    before.stop()
+    player = ours(start, extra, **ONE_AT_A_TIME)
+    player.ask("computes_in", page_s=SLOW_S)
+    done = player.ask("crowd", requests=[{"prompt": prompt} for prompt in prompts])
+    answers = [done["answers"][str(number)] for number in range(len(prompts))]
+    assert done["order"].index(4) <= 1  # storage may have answered when the first had begun
+    assert_same(plain.generate(prompts, max_tokens=4), answers)
     assert_all_gone(player)

@@ -180,7 +180,9 @@ class Residency:
         if self._role is not None:
             self._look_on_host(self._role, request, found)
             loaded = max(0, found.host_tokens - on_device)
-            fetched = fetching_tokens(self._role, request.request_id)
+            if self._role.has_storage and self._role.index.is_open:
+                pages = self._role.prefetcher.fetching_pages(request.request_id)
+                fetched = pages * self._role.index.page_size
             fetched = max(0, min(fetched, total - 1 - on_device - loaded))
         return self._prices.first_token_s(max(1, total - on_device - loaded - fetched), loaded, fetched)
 
@@ -198,9 +200,3 @@ class Residency:
         key = tracked.key((request.num_tokens - 1) // size, size)
         found.host_tokens = role.index.find(key).num_pages * size
         found.host_at = state, now_s
-
-
-def fetching_tokens(role: SchedulerRole, rid: str) -> int:
-    """Tokens that storage has for a request and which are not on the host yet."""
-    known: Any = getattr(role, "fetching_tokens", None)
-    return 0 if known is None else int(known(rid))
