@@ -6,7 +6,8 @@
 Recorded sessions, shorter by --scale in tokens and by --hurry in seconds, on a small random model: each agent
 asks again when its answer is whole and it has thought as long as recorded. vLLM's blocks hold --device of the
 working set (each agent's longest prompt, together), its prefix cache is on, and the connector's host tier is
---host times as large: it has what the device has, too, so with 1 both together hold no more. Each scheduler is a vLLM of its own, one after the other, on the same requests.
+--host times as large: it has what the device has, too, so with 1 both together hold no more. Each scheduler
+is a vLLM of its own, one after the other, on the same requests.
 
     agents, seed N     time to the first token, and hits of all prompt tokens (device and host)
     agents, fits       the same where the device holds everything: nobody has to be ordered

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,7 @@ from sglang.srt.managers.schedule_policy import SchedulePolicy
 from hiradix.adapters.sglang.queue_order import follow_queue
 from tests.sglang.prompts import tokens
 from tests.sglang.rig import PAGE, Request, Rig
-from tests.sglang.server import ADMIN_KEY, Answer, Reference, Server, WarmServer, until
+from tests.sglang.server import ADMIN_KEY, Reference, WarmServer, _answer
 
 LONG = 40 * PAGE
 
@@ -119,38 +116,18 @@ def test_a_long_prefix_on_the_host_is_served_before_cold_prompts(
     known = tokens(600, "known")
     asked = [*(tokens(620, f"cold {number}") for number in range(3)), known + tokens(20, "more")]
     server = WarmServer(model, tmp_path / "lpm", flags).launch().wait()
-    ended: list[int] = []
-    answers: dict[int, Answer] = {}
-
-    def ask(number: int) -> None:
-        answers[number] = server.ask(asked[number])
-        ended.append(number)
-
-    def all_wait_or(busy: Future[None], num: int) -> bool:
-        return busy.done() or _waiting(server) > num
-
+    sampling = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
+    body = {"input_ids": asked, "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": 4}
     try:
         server.ask(known)
         server.ask(tokens(900, "away with it"))
-        begun = threading.Event()
-        with ThreadPoolExecutor(5) as pool:
-            busy = pool.submit(server.read, tokens(20, "busy"), 600, begun)
-            assert begun.wait(300)
-            for number in range(len(asked)):
-                pool.submit(ask, number)
-                until(partial(all_wait_or, busy, number))
-            assert not busy.done()
+        told = server._generate(body)  # of one call: all wait before the first of them runs
         server.assert_healthy()
     finally:
         server.stop()
-    assert ended[0] == 3, ended
-    assert answers[3].tier("host") >= 592 and not any(answers[number].cached for number in range(3))
+    took_s = [one["meta_info"]["e2e_latency"] for one in told]
+    assert min(range(4), key=took_s.__getitem__) == 3, took_s
+    answers = [_answer(prompt, one) for prompt, one in zip(asked, told, strict=True)]
+    assert answers[3].tier("host") >= 592 and not any(answer.cached for answer in answers[:3])
     reference.prepare(asked)
-    reference.assert_same([answers[number] for number in range(4)])
-
-
-def _waiting(server: Server) -> float:
-    """How many requests wait, by the server's own figure."""
-    text = server.admin("GET", "/metrics").text
-    rows = [line for line in text.splitlines() if line.startswith("sglang:num_queue_reqs")]
-    return float(rows[0].rpartition(" ")[2]) if rows else 0.0
+    reference.assert_same(answers)

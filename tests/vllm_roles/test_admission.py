@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from hiradix.adapters.admission import ANSWER_TOKENS, EngineAdmission
 from hiradix.adapters.vllm.residency import DevicePrefixes, Residency
+from hiradix.cache.pages import CacheCounters
 from hiradix.policy.admission import make_admission
 from hiradix.policy.no_regret import NoRegret
 from hiradix.policy.prices import UNMEASURED_RATE, Prices
@@ -155,3 +158,49 @@ def test_a_prefill_under_way_delays_those_that_are_due() -> None:
     assert world.admission.order() == ["due"]
     world.admission.first_token("known")
     assert world.admission.order()[0] == "cheap"
+
+
+@dataclass
+class Host:
+    """A scheduler role whose host has so many pages of every prompt. looks: how often it was asked."""
+
+    pages: int = 0
+    coming: int = 0
+    looks: int = 0
+
+    def role(self) -> Any:
+        def find(key: int) -> SimpleNamespace:
+            self.looks += 1
+            return SimpleNamespace(num_pages=min(key, self.pages))
+
+        self.counters = CacheCounters()
+        self.tracked = SimpleNamespace(is_fetching=False, key=lambda num_pages, size: num_pages)
+        index = SimpleNamespace(is_open=True, page_size=PAGE, counters=self.counters, find=find)
+        prefetcher = SimpleNamespace(fetching_pages=lambda rid: self.coming)
+        return SimpleNamespace(
+            requests={"r": self.tracked}, index=index, has_storage=True, prefetcher=prefetcher
+        )
+
+
+def test_the_host_is_asked_once_a_second_and_when_a_fetch_has_ended() -> None:
+    gate, host, now_s = NoRegret(page_size=PAGE), Host(pages=2), [0.0]
+    gate.computed(1, 10.0)
+    prices, asked = Prices(gate, PAGE), Asked([], 40)
+    residency = Residency(prices, None, host.role(), lambda: now_s[0])
+    assert residency.price_s(asked) == pytest.approx(prices.first_token_s(32, 8))
+    host.coming, host.tracked.is_fetching = 3, True  # storage has answered
+    assert residency.price_s(asked) == pytest.approx(prices.first_token_s(20, 8, 12))
+    host.pages, host.coming, host.tracked.is_fetching = 5, 0, False  # all of it has come
+    assert residency.price_s(asked) == pytest.approx(prices.first_token_s(20, 20))
+    assert host.looks == 2
+    host.pages = 9
+    host.counters.written += 1
+    assert residency.price_s(asked) == pytest.approx(prices.first_token_s(20, 20)) and host.looks == 2
+    now_s[0] += 1.0
+    assert residency.price_s(asked) == pytest.approx(prices.first_token_s(4, 36)) and host.looks == 3
+    now_s[0] += 5.0  # nothing has come or gone
+    residency.price_s(asked)
+    assert host.looks == 3
+    residency.forget("r")
+    residency.price_s(asked)
+    assert host.looks == 4

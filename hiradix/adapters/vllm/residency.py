@@ -136,18 +136,22 @@ class IdleBlocks:
 
 @dataclass(slots=True)
 class _Found:
-    """What a request's last lookups gave. host_at: the state of the host index, and when it was asked."""
+    """What a request's last lookups gave. host_at: the state of the host index, and when it was asked.
+
+    is_fetching: storage was being read for it then.
+    """
 
     device_blocks: int = 0
     host_tokens: int = 0
     host_at: tuple[int, float] = (0, -UNCHANGED_S)
+    is_fetching: bool = False
 
 
 class Residency:
     """Prices requests by where their prompts are. role: our connector's, or None: only the device counts.
 
     A price costs two looks at vLLM's block table, and now and then a walk of the host's tree: at most once in
-    LOOK_AGAIN_S, where pages have come or gone since the last.
+    LOOK_AGAIN_S, where pages have come or gone since the last, and when what was fetched for it has come.
     """
 
     def __init__(
@@ -193,8 +197,10 @@ class Residency:
             return
         counters, now_s = role.index.counters, self._clock()
         state = counters.evicted_host + counters.written + counters.prefetched
-        is_unchanged = state == found.host_at[0]
-        if now_s - found.host_at[1] < (UNCHANGED_S if is_unchanged else LOOK_AGAIN_S):
+        is_fetched = found.is_fetching and not tracked.is_fetching
+        found.is_fetching = tracked.is_fetching
+        believed_s = UNCHANGED_S if state == found.host_at[0] else LOOK_AGAIN_S
+        if now_s - found.host_at[1] < believed_s and not is_fetched:
             return
         size = role.index.page_size
         key = tracked.key((request.num_tokens - 1) // size, size)
