@@ -135,6 +135,19 @@ def test_who_is_passed_over_is_offered_again_behind_none(ours: Any) -> None:
     assert lone.order() == [f"r{number}" for number in range(6)]
 
 
+def test_a_streaming_input_session_is_left_to_vllm(ours: Any) -> None:
+    """It is none of the policy's requests: it was offered to nobody where none of those waited."""
+    lone = ours("cached", num_blocks=50, max_num_seqs=2)
+    lone.add("before", conversation(1, 100))
+    lone.run()
+    lone.add("streams", conversation(2, 100), resumable=True)
+    lone.run()
+    assert "streams" in lone.first_s
+    lone.abort("streams")
+    lone.run()
+    lone.assert_nothing_is_left()
+
+
 def test_blocks_of_a_session_that_left_are_evicted_first(ours: Any) -> None:
     """Those that nobody else has, and from the prompt's end on; what is shared or used stays where it was."""
     lone = ours("cached", num_blocks=150, max_num_seqs=2)

@@ -47,7 +47,7 @@ class AdmissionQueue(RequestQueue):
     """What waits in vLLM, and of it what is offered to the step: `len` counts all, `bool` asks for an offer.
 
     follow: brings the offer up to date; called before each look at it. taken: what was popped since the last
-    `follow` and is not back.
+    `follow` and is not back. has_new: something was added since the last offer.
     """
 
     def __init__(self, follow: Callable[[], None]) -> None:
@@ -55,15 +55,18 @@ class AdmissionQueue(RequestQueue):
         self._all: dict[str, Request] = {}
         self._offer: deque[Request] = deque()
         self.taken: list[Request] = []
+        self.has_new = False
 
     def offer(self, first: Callable[[Request], bool], order: Iterable[str]) -> None:
         """Offer those of whom `first` is true, by arrival, and behind them `order`, as far as they wait here."""
+        self.has_new = False
         ahead = sorted(filter(first, self._all.values()), key=lambda request: request.arrival_time)
         self._offer = deque(ahead)
         self._offer += (self._all[rid] for rid in order if rid in self._all)
 
     def add_request(self, request: Request) -> None:
         self._all[request.request_id] = request
+        self.has_new = True
 
     def prepend_request(self, request: Request) -> None:
         self._all[request.request_id] = request
@@ -231,7 +234,7 @@ class HiRadixScheduler(Scheduler):
 
     def _follow(self) -> None:
         self._note_taken()
-        if self._admission.is_stale:
+        if self._admission.is_stale or self.waiting.has_new:
             for session in self._admission.policy.take_left():
                 if self._idle is not None:
                     self._idle.leave(session)
