@@ -35,6 +35,7 @@
 #                    (5 minutes; POLICY_FLAGS=--quick)
 # make bench-agents  coding agents on a cache that does not hold them all: eviction, and the order of service (8 minutes)
 # make bench-waiting what requests that wait use of what storage has for them, 1 to 40 at once (3 minutes)
+# make bench-agents-vllm  coding agents inside vLLM, by its own scheduler and by ours (40 minutes)
 # make bench-sglang  our cache and SGLang's own inside SGLang 0.5.23 on this CPU: hits, scheduler's cost, TTFT (5 minutes)
 # make bench-vllm    the connector beside none, vLLM's prefix cache, its example connector and LMCache's; overhead without hits
 # make certify       is every answer that a hit gives the one that a cold prompt gets? Asked of our own server with all tiers
@@ -76,7 +77,7 @@ endif
 	explore test test-kernels test-faults test-mutants test-compiled test-differential test-storage test-sglang test-vllm test-bench test-scale \
 	test-gpu sglang-venv vllm-venv \
 	bench-gpu bench-tree bench-transfer bench-storage bench-storage-remote bench-quantise bench-canary bench-policy \
-	bench-agents bench-waiting bench-sglang bench-vllm bench-serve certify
+	bench-agents bench-agents-live bench-agents-vllm bench-waiting bench-sglang bench-vllm bench-serve certify
 help:
 	@sed -n 's/^# \(make .*\|  .*\)/  \1/p' Makefile
 
@@ -234,6 +235,9 @@ bench-waiting: $(READY)
 # CERTIFY_FLAGS="--minutes 2". Of any other server: hiradix certify URL.
 certify: $(READY)
 	$(PY) -m tests.certify.own $(CERTIFY_FLAGS)
+
+bench-agents-vllm: vllm-venv
+	build/vllm-venv/bin/python -m benchmarks.bench_agents_vllm $(BENCH_FLAGS)
 
 bench-serve: $(READY)
 	$(PY) benchmarks/serve_multiturn.py $(BENCH_FLAGS) $(URL)

@@ -78,6 +78,14 @@ FORMS = (
         target="bench-agents",
     ),
     Quick(
+        "bench_agents_vllm",
+        _cases("agents, seed 1", metric="TTFT mean", peers=("vllm",))
+        + _cases("agents, fits", peers=("vllm",)),
+        target="bench-agents-vllm",
+        needs=(VLLM,),
+        python=VLLM,
+    ),
+    Quick(
         "bench_boundaries",
         _cases("window of 3 pages, each 1 ", "window of 3 pages, each 5 ", peers=("looking back",)),
     ),

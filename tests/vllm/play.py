@@ -111,6 +111,96 @@ class Play:
             if f"storm{number}" in answers and number % keep == 0
         }
 
+    def crowd(
+        self, requests: list[dict[str, Any]], max_tokens: int = 4, doomed: list[int] | None = None
+    ) -> Any:
+        """All requests at once, each a `prompt` and what a client says of it: `session`, `tenant`.
+
+        The order in which first tokens came, by number, and the answers. doomed: those aborted after a step.
+        """
+        from vllm import SamplingParams
+
+        engine = self.llm.llm_engine
+        for number, asked in enumerate(requests):
+            said = {"tenant": asked["tenant"]} if "tenant" in asked else None
+            params = SamplingParams(
+                temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=TOP, extra_args=said
+            )
+            prompt = {"prompt_token_ids": asked["prompt"]}
+            engine.add_request(f"crowd{number}", prompt, params, session_id=asked.get("session"))  # type: ignore[arg-type]
+        order: list[int] = []
+        answers: dict[str, Any] = {}
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                number = int(output.request_id.removeprefix("crowd"))
+                if number not in order and output.outputs[0].token_ids:
+                    order.append(number)
+                if output.finished:
+                    answers[str(number)] = _answer(output)
+            if doomed:
+                engine.abort_request([f"crowd{number}" for number in doomed])
+                doomed = None
+        return {"order": order, "answers": answers}
+
+    def agents(self, agents: list[dict[str, Any]], is_named: bool = True) -> Any:
+        """Each asks its turns one after the other, thinking after each answer. Per agent what came of each.
+
+        Agents have `name`, `start_s` and `turns`; those `prompt`, `max_tokens` and `think_s`. Times are real.
+        """
+        from vllm import SamplingParams
+
+        engine = self.llm.llm_engine
+        due_s = {at: agent["start_s"] for at, agent in enumerate(agents)}
+        sent_s: dict[int, float] = {}
+        first_s: dict[int, float] = {}
+        rows: list[list[Any]] = [[] for _ in agents]
+        begin_s = time.perf_counter()
+        while due_s or sent_s:
+            now_s = time.perf_counter() - begin_s
+            for at in [at for at, when_s in due_s.items() if when_s <= now_s]:
+                turn = agents[at]["turns"][len(rows[at])]
+                params = SamplingParams(
+                    temperature=0, max_tokens=turn["max_tokens"], ignore_eos=True, logprobs=TOP
+                )
+                name = agents[at]["name"] if is_named else None
+                prompt = {"prompt_token_ids": turn["prompt"]}
+                engine.add_request(f"agent{at}/{len(rows[at])}", prompt, params, session_id=name)  # type: ignore[arg-type]
+                sent_s[at] = due_s.pop(at)
+            if not sent_s:
+                time.sleep(max(0.0, min(due_s.values()) - now_s))
+                continue
+            for output in engine.step():
+                at = int(output.request_id.removeprefix("agent").partition("/")[0])
+                now_s = time.perf_counter() - begin_s
+                if output.outputs[0].token_ids:
+                    first_s.setdefault(at, now_s)
+                if output.finished:
+                    row = {"ttft_s": first_s.pop(at) - sent_s.pop(at), "total_s": now_s, **_answer(output)}
+                    rows[at].append(row)
+                    if len(rows[at]) < len(agents[at]["turns"]):
+                        due_s[at] = now_s + agents[at]["turns"][len(rows[at]) - 1]["think_s"]
+        return rows
+
+    def computes_in(self, page_s: float) -> Any:
+        """Prices and due times go by this cost of a page, not by how fast this machine is."""
+        scheduler = self._scheduler
+        role = getattr(scheduler.connector, "scheduler", None)
+        meter = scheduler._meter if role is None else role.meter
+        meter.planned = lambda *_: None
+        meter._gate._computed.forget()
+        meter._gate.computed(1, page_s)
+        return True
+
+    def admission(self) -> Any:
+        """What the scheduler class knows: nothing of requests that have ended, and its policy's name."""
+        scheduler = self._scheduler
+        known = scheduler._admission
+        return {
+            "kind": type(scheduler).__name__, "policy": known.policy.name, "capacity": known.policy.capacity,
+            "waiting": len(scheduler.waiting), "followed": len(known._requests), "active": len(known._active),
+            "prefilling": len(scheduler._prefilling), "priced": len(scheduler._residency._found),
+        }  # fmt: skip
+
     def state(self) -> Any:
         """The connector's figures, with its invariants checked, and how often vLLM preempted."""
         connector = self._scheduler.connector

@@ -198,10 +198,12 @@ def _build(context: Any, flags: Any, api: Api) -> Any:
         from hiradix.adapters.sglang.cache import HiRadixPrefixCache
 
         return HiRadixPrefixCache(params, inner)  # as in `legacy`, no page outlives an adapter's id
+    from hiradix.adapters.sglang.queue_order import follow_queue
     from hiradix.adapters.sglang.tiers import HiRadixHostCache
     from hiradix.adapters.sglang.updates import watch_updates
 
     watch_updates()
+    follow_queue()
     cache = HiRadixHostCache(params, inner, controller, adapters)
     cache.watch(weights, _extra_config(flags))
     extra = _extra_config(flags)

@@ -13,6 +13,7 @@ _BATCH = "sglang.srt.managers.schedule_batch"
 _PARTS = "sglang.srt.managers.scheduler_components"
 _METRICS = "sglang.srt.observability.metrics_collector"
 _EVENTS = "sglang.srt.disaggregation.kv_events"
+_QUEUE = "sglang.srt.managers.schedule_policy:SchedulePolicy"
 _WORKER = "sglang.srt.managers.tp_worker:TpModelWorker"
 
 # Where SGLang calls the cache it has. The modules of disaggregated prefill and decode are left out.
@@ -226,6 +227,9 @@ CHECKPOINT: tuple[Requirement, ...] = (
             "priority",
             "last_node",
             "prefix_len",
+            "host_hit_length",
+            "num_matched_prefix_tokens",
+            "cache_request_handle",
             "lock",
             "kv",
         ),
@@ -309,6 +313,9 @@ CHECKPOINT: tuple[Requirement, ...] = (
     Call("sglang.srt.layers.dp_attention:is_dp_attention_enabled"),
     Call("sglang.srt.runtime_context:get_observability"),
     Call("sglang.srt.runtime_context:get_parallel"),
+    Call(f"{_QUEUE}.calc_priority", ("waiting_queue",)),
+    Call(f"{_QUEUE}._compute_prefix_matches", 2),
+    Has(_QUEUE, ("policy", "tree_cache")),
     Has(
         f"{_PARTS}.weight_updater:SchedulerWeightUpdaterManager",
         ("scheduler", "flush_cache_after_weight_update", "end_weight_update"),

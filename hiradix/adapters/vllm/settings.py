@@ -14,6 +14,7 @@ from hiradix.config import (
     HiCacheConfig,
 )
 from hiradix.errors import ConfigError
+from hiradix.policy.admission import admission_policies
 from hiradix.settings import (
     MAX_PORT,
     Setting,
@@ -27,6 +28,7 @@ from hiradix.settings import (
 from hiradix.storage.attach.rules import AttachRules, default_of, parse_prepared, parse_rule
 
 ADMIN_KEY_ENV = "HIRADIX_ADMIN_API_KEY"
+POLICY_ENV = "HIRADIX_SCHEDULE_POLICY"
 NOT_HERE = (
     "page_size", "enable_hierarchical_cache", "disable_radix_cache",  # vLLM's own
     "hicache_host_memory_mode",
@@ -86,6 +88,15 @@ class Settings:
         "changed. `same`: under those as before",
         choices=("apart", "same"),
     )
+    schedule_policy: str = setting(
+        "schedule_policy",
+        Type.TEXT,
+        "cached",
+        f"of HiRadixScheduler: whom of those that wait it offers vLLM first; else {POLICY_ENV} in the "
+        "environment, which is for a scheduler without this connector",
+        choices=tuple(admission_policies()),
+        env=POLICY_ENV,
+    )
     attach_rules: AttachRules = field(default_factory=AttachRules)
 
     @property
@@ -131,6 +142,16 @@ def parse_settings(values: Mapping[str, Any], page_size: int) -> Settings:
     }
     own |= {"admin_api_key": _admin_key(values), "attach_rules": _attach_rules(values, cache)}
     return Settings(cache, **own)
+
+
+def schedule_policy(transfer: Any) -> str:
+    """The admission policy that a scheduler beside vLLM's KVTransferConfig, or None, goes by."""
+    one = setting_of(Settings, "schedule_policy")
+    own = getattr(transfer, "kv_connector", None) == "HiRadixConnector"
+    values = transfer.kv_connector_extra_config if own else {}
+    if one.name in values:
+        return str(one.check(one.name, values[one.name]))
+    return str(one.check(POLICY_ENV, os.environ.get(POLICY_ENV, one.default)))
 
 
 def _admin_key(values: Mapping[str, Any]) -> str | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from hiradix.adapters import versions
 from hiradix.adapters.probe import Reads, installed_sources, is_without_sources, missing
-from hiradix.adapters.vllm.uses import USES
+from hiradix.adapters.vllm.uses import SCHEDULER_USES, USES
 from hiradix.errors import ConfigError
 
 TESTED = "0.32.0"
@@ -35,10 +35,16 @@ def require_known_release() -> None:
         raise unsupported("; ".join(pieces))
 
 
-def unsupported(error: ImportError | AttributeError | str) -> ConfigError:
-    """The error for a vLLM that lacks something which the connector needs."""
+def require_known_scheduler() -> None:
+    """The same of what the scheduler class uses beyond that."""
+    if not is_without_sources("vllm") and (pieces := missing(SCHEDULER_USES, installed_sources("vllm"))):
+        raise unsupported("; ".join(pieces), "HiRadixScheduler")
+
+
+def unsupported(error: ImportError | AttributeError | str, asked: str = "HiRadixConnector") -> ConfigError:
+    """The error for a vLLM that lacks something which `asked` needs."""
     return ConfigError(
-        f"HiRadixConnector: vLLM {installed_version()} is not supported: {error}. Tested with vLLM {TESTED}"
+        f"{asked}: vLLM {installed_version()} is not supported: {error}. Tested with vLLM {TESTED}"
     )
 
 

@@ -1,4 +1,5 @@
-"""What the connector uses of vLLM, compared with its sources before anything is built."""
+"""What the connector and the scheduler class use of vLLM, compared with its sources before anything is
+built."""
 
 from __future__ import annotations
 
@@ -164,4 +165,76 @@ USES: tuple[Requirement, ...] = (
     Call("vllm.distributed.parallel_state:get_pp_group"),
     Call("vllm.distributed.parallel_state:get_tp_group"),
     Has("vllm.distributed.parallel_state:GroupCoordinator", ("rank_in_group", "world_size")),
+)
+
+# Of the scheduler class alone: without it the connector does not need them.
+SCHEDULER_USES: tuple[Requirement, ...] = (
+    Contract(
+        "vllm.v1.core.sched.request_queue:RequestQueue",
+        "hiradix.adapters.vllm.scheduler_class:AdmissionQueue",
+        ("waiting", "request_queue", "from_queue"),
+        (_SCHEDULER,),
+    ),
+    Names("vllm.v1.core.sched.async_scheduler", ("AsyncScheduler",)),
+    Has(
+        f"{_SCHEDULER}:Scheduler",
+        (
+            "block_size",
+            "cache_config",
+            "connector",
+            "dcp_world_size",
+            "hash_block_size",
+            "kv_cache_config",
+            "kv_cache_manager",
+            "requests",
+            "running",
+            "waiting",
+        ),
+    ),
+    Call(f"{_SCHEDULER}:Scheduler.add_request", ("request",)),
+    Call(f"{_SCHEDULER}:Scheduler._free_request", ("request",)),
+    Call(f"{_SCHEDULER}:Scheduler.schedule"),
+    Call(f"{_SCHEDULER}:Scheduler.update_from_output", 2),
+    Has("vllm.v1.core.kv_cache_manager:KVCacheManager", ("block_pool",)),
+    Call("vllm.v1.core.block_pool:BlockPool.get_cached_block", 2),
+    Has("vllm.v1.core.block_pool:BlockPool", ("free_block_queue", "num_gpu_blocks")),
+    Call("vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.popleft"),
+    Call("vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.prepend_n", 1),
+    Call("vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.remove", 1),
+    Has("vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue", ("num_free_blocks",)),
+    Has("vllm.v1.core.kv_cache_utils:KVCacheBlock", ("block_hash", "is_null", "ref_cnt")),
+    Call("vllm.v1.core.kv_cache_utils:resolve_block_hashes", 3),
+    Has(f"{_OUTPUT}:SchedulerOutput", ("num_scheduled_tokens", "total_num_scheduled_tokens")),
+    Has(
+        "vllm.v1.request:Request",
+        (
+            "arrival_time",
+            "block_hashes",
+            "cache_salt",
+            "max_tokens",
+            "num_computed_tokens",
+            "num_output_tokens",
+            "num_tokens",
+            "request_id",
+            "resumable",
+            "sampling_params",
+            "session_id",
+            "skip_reading_prefix_cache",
+            "status",
+        ),
+    ),
+    Has(
+        "vllm.v1.request:RequestStatus",
+        (
+            "FINISHED_ABORTED",
+            "FINISHED_ERROR",
+            "FINISHED_LENGTH_CAPPED",
+            "RUNNING",
+            "WAITING_FOR_REMOTE_KVS",
+        ),
+    ),
+    Has("vllm.sampling_params:SamplingParams", ("extra_args",)),
+    Has("vllm.config.vllm:VllmConfig", ("max_concurrent_batches", "scheduler_config")),
+    Has("vllm.config.scheduler:SchedulerConfig", ("async_scheduling", "policy", "scheduler_cls")),
+    Has("vllm.config.model:ModelConfig", ("is_diffusion",)),
 )
