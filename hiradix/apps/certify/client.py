@@ -9,12 +9,13 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
 
+from hiradix.apps.bench.client import BenchError, events
 from hiradix.apps.certify.prompts import Prompt
 from hiradix.errors import CacheError
 
@@ -346,13 +347,15 @@ class Server:
                 if not stream:
                     reading.take(json.loads(await reply.aread()))
                 else:
-                    async for record in _events(reply):
+                    async for record in events(reply):
                         if reading.take(record) and first is None:
                             first = self.clock() - began
         except TimeoutError as error:
             raise RequestFailed(f"no answer within {self.timeout_s:g} s") from error
         except httpx.HTTPError as error:
             raise RequestFailed(_said(error)) from error
+        except BenchError as error:
+            raise RequestFailed(str(error)) from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RequestFailed(f"not an answer of the OpenAI API: {error!r}") from error
         if not reading.finish:
@@ -418,15 +421,6 @@ def cached_tokens(metrics: str) -> dict[str, int] | None:
         if tier != "total":
             found[tier] = found.get(tier, 0) + int(float(value))
     return found if found or any(name in metrics for name in names) else None
-
-
-async def _events(reply: httpx.Response) -> AsyncIterator[Mapping[str, Any]]:
-    """The records of a server-sent event stream up to [DONE]."""
-    async for line in reply.aiter_lines():
-        if line.startswith("data:"):
-            if (data := line[len("data:") :].strip()) == "[DONE]":
-                return
-            yield json.loads(data)
 
 
 def _said(error: Exception) -> str:
