@@ -66,8 +66,9 @@ def seen(model: Path, copy: Path) -> str | None:
         found = record.get("findings")
         if not isinstance(found, list) or not found:
             return f"status {code}: {str(record.get('verdict') or text.strip())[:110]}"
-        arms = list(dict.fromkeys(finding["arm"] for finding in found))
-        return f"{found[0]['fault']} in {', '.join(arms)}: {found[0]['what'][:90]}"
+        answers = [finding for finding in found if finding["fault"] == "wrong answer"] or found
+        arms = list(dict.fromkeys(finding["arm"] for finding in answers))
+        return f"{answers[0]['fault']} in {', '.join(arms)}: {answers[0]['what'][:90]}"
 
 
 def main(words: list[str]) -> int:

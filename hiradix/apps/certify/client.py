@@ -1,6 +1,6 @@
 """One server under test: greedy requests, what it tells of cached tokens, and how it is flushed.
 
-Whatever a server may lack is a field of `Abilities`, found by asking; an answer has None where it is not told.
+Whatever it may lack is a field of `ServerTraits`, found by asking; an answer has None where it is not told.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class Abilities:
+class ServerTraits:
     """What the server takes and tells. kind: as its model card says; salts: it reads `cache_salt`."""
 
     api: str = "completions"
@@ -156,7 +156,7 @@ def _name(item: Mapping[str, Any]) -> str:
     return f"bytes:{bytes(raw).hex()}" if raw and "\ufffd" in text else text
 
 
-class Server:
+class ServerUnderTest:
     """Sends requests one by one or side by side, each with a deadline. Use as an async context manager."""
 
     def __init__(
@@ -177,7 +177,7 @@ class Server:
         self.max_tokens = max_tokens
         self.timeout_s = timeout_s
         self.clock = clock
-        self.able = Abilities(api=api or "completions")
+        self.able = ServerTraits(api=api or "completions")
         self._api_is_given = api is not None
         self._admin = {"Authorization": f"Bearer {admin_key}"} if admin_key else None
         self._http = httpx.AsyncClient(
@@ -188,7 +188,7 @@ class Server:
             trust_env=False,
         )
 
-    async def __aenter__(self) -> Server:
+    async def __aenter__(self) -> ServerUnderTest:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
