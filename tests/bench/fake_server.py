@@ -83,7 +83,7 @@ def fake_server(answer: Callable[[Body], Reply]) -> Iterator[tuple[str, Seen]]:
                 seen.num_running += 1
                 seen.most_running = max(seen.most_running, seen.num_running)
             reply = answer(body)
-            lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in reply.chunks()]
+            lines = [f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n" for chunk in reply.chunks()]
             with seen.lock:
                 seen.num_running -= 1
             if reply.status != 200:

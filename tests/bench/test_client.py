@@ -48,6 +48,12 @@ def test_one_answer_has_text_tokens_sources_and_times() -> None:
     assert 0 < answer.ttft_s <= answer.total_s
 
 
+def test_a_stream_s_lines_end_only_where_its_bytes_do() -> None:
+    """Found on SGLang, which sends as they are what Unicode, too, ends lines at."""
+    answer = ask_once(lambda body: Reply(("a\u2028", "b\x85", "c")))
+    assert answer.text == "a\u2028b\x85c"
+
+
 def test_the_request_is_greedy_streamed_and_asks_for_usage() -> None:
     with fake_server(lambda body: Reply(("x",))) as (url, seen):
 

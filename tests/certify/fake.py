@@ -21,7 +21,8 @@ from typing import Any
 import httpx
 
 URL = "http://fake"
-WORDS = [f" w{i}" for i in range(40)]
+WORDS = [*(f" w{i}" for i in range(36)), " w\u2028", " w\x85", " w\x0c", " \u00fc\U0001f600"]
+"""Some with what Unicode, though not a stream of events, ends lines at."""
 COMPUTE_S = 0.001  # a token, on the fake's own clock
 Row = tuple[str, bytes]  # a token and what is computed of it
 Page = tuple[Row, ...]
@@ -363,7 +364,7 @@ class _Stream(httpx.AsyncByteStream):
             run.decode()
             self._is_done = True
             for chunk in run.chunks():
-                yield f"data: {json.dumps(chunk)}\n\n".encode()
+                yield f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n".encode()
             yield b"data: [DONE]\n\n"
         finally:
             fake.num_running -= 1

@@ -26,18 +26,14 @@ NAMED = (
     "walk: a partial page counts as matched",
     "key: the namespace does not reach the root",
     "storage names ignore the namespace",
-    "a prefetch anchored at the root forgets the namespace",
     "a page's copy loses part of what the other pool has",
     "a finished request frees pages that the tree took",
     "host copies are visible before they are made",
-    "host pages are let go before their load back has ended",
     "split: pages off by one",
     "adopt: slices off by one",
     "evict: a page is freed twice",
     "lock: locked data stays evictable",
     "split: the upper half is not locked",
-    "split: the lower half keeps the upper's name",
-    "split: hashes stay with the lower half",
     "what an allocation gives out is a view of the free list",
 )
 OWN = (
@@ -69,9 +65,10 @@ def seen(model: Path, copy: Path) -> str | None:
             return None
         found = record.get("findings")
         if not isinstance(found, list) or not found:
-            return f"status {code}: {text.strip().splitlines()[-1][:110]}"
-        arms = list(dict.fromkeys(finding["arm"] for finding in found))
-        return f"{found[0]['fault']} in {', '.join(arms)}: {found[0]['what'][:90]}"
+            return f"status {code}: {str(record.get('verdict') or text.strip())[:110]}"
+        answers = [finding for finding in found if finding["fault"] == "wrong answer"] or found
+        arms = list(dict.fromkeys(finding["arm"] for finding in answers))
+        return f"{answers[0]['fault']} in {', '.join(arms)}: {answers[0]['what'][:90]}"
 
 
 def main(words: list[str]) -> int:

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from hiradix.apps.certify import main as command
-from hiradix.apps.certify.client import CertifyError, RequestFailed, Server
+from hiradix.apps.certify.client import CertifyError, RequestFailed, ServerUnderTest
 from hiradix.apps.certify.prompts import Prompt
 from hiradix.cli import main
 from tests.certify.fake import URL, Fake, Traits
@@ -27,10 +27,10 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Callable[[Traits], None]:
     def serve(traits: Traits) -> None:
         fake = Fake(traits)
 
-        def server(url: str, **settings: object) -> Server:
-            return Server(url, transport=fake.transport, clock=fake.clock, **settings)  # type: ignore[arg-type]
+        def server(url: str, **settings: object) -> ServerUnderTest:
+            return ServerUnderTest(url, transport=fake.transport, clock=fake.clock, **settings)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(command, "Server", server)
+        monkeypatch.setattr(command, "ServerUnderTest", server)
 
     return serve
 
@@ -133,8 +133,8 @@ def test_a_model_that_is_unknown_is_told(
     assert "--model other: unknown, the server has fake" in failed(capsys, URL, "--model", "other")
 
 
-def answering(handle: Callable[[httpx.Request], httpx.Response]) -> Server:
-    return Server(URL, transport=httpx.MockTransport(handle), model="m")
+def answering(handle: Callable[[httpx.Request], httpx.Response]) -> ServerUnderTest:
+    return ServerUnderTest(URL, transport=httpx.MockTransport(handle), model="m")
 
 
 @pytest.mark.parametrize(
@@ -169,6 +169,6 @@ def test_an_answer_that_never_comes_is_given_up() -> None:
         await asyncio.Event().wait()
         raise AssertionError
 
-    server = Server(URL, transport=httpx.MockTransport(never), model="m", timeout_s=0.01)
+    server = ServerUnderTest(URL, transport=httpx.MockTransport(never), model="m", timeout_s=0.01)
     with pytest.raises(RequestFailed, match="no answer within 0.01 s"):
         asyncio.run(server.ask(Prompt("p", ("p",))))

@@ -9,8 +9,8 @@ import pytest
 
 from hiradix.apps.certify import examiner as examiner_module
 from hiradix.apps.certify import report
-from hiradix.apps.certify.client import Server
-from hiradix.apps.certify.examiner import Examiner, Settings
+from hiradix.apps.certify.client import ServerUnderTest
+from hiradix.apps.certify.examiner import Examiner, RunSettings
 from hiradix.apps.certify.ladder import Ladder, begun
 from hiradix.apps.certify.main import ARMS
 from hiradix.apps.certify.record import Fault, State
@@ -37,8 +37,8 @@ def certified(traits: Traits, seed: int = 0, **settings: object) -> Restarted:
     fake = Fake(traits, seed)
 
     async def run() -> Restarted:
-        server = Server(URL, transport=fake.transport, clock=fake.clock, max_tokens=8)
-        chosen = Settings(f"run{seed}", settle_s=0.0, prompt_tokens=320, restart="yes", minutes=1e6)
+        server = ServerUnderTest(URL, transport=fake.transport, clock=fake.clock, max_tokens=8)
+        chosen = RunSettings(f"run{seed}", settle_s=0.0, prompt_tokens=320, restart="yes", minutes=1e6)
         async with server:
             examiner = Examiner(server, replace(chosen, **settings))  # type: ignore[arg-type]
             await begun(examiner)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from hiradix.apps.certify.client import Reply, Token, cached_tokens
-from hiradix.apps.certify.judge import Judge, Kind, Noise, compared, measured
+from hiradix.apps.certify.judge import Judge, Likeness, Noise, compared, measured
 from hiradix.apps.certify.prompts import Prompt, Writer
 
 TOP = {"a": -0.1, "b": -2.6, "c": -4.0}
@@ -27,11 +27,13 @@ def judge(noise: float = 0.0) -> Judge:
 
 
 def test_equal_tokens_with_equal_logprobs_are_equal() -> None:
-    assert judge().compare(reply(token("a")), reply(token("a"))).kind is Kind.EQUAL
+    assert judge().compare(reply(token("a")), reply(token("a"))).kind is Likeness.EQUAL
 
 
-@pytest.mark.parametrize(("noise", "kind"), [(0.0, Kind.WRONG), (0.4, Kind.WRONG), (0.6, Kind.TIE)])
-def test_another_token_is_wrong_if_the_noise_does_not_explain_it(noise: float, kind: Kind) -> None:
+@pytest.mark.parametrize(
+    ("noise", "kind"), [(0.0, Likeness.WRONG), (0.4, Likeness.WRONG), (0.6, Likeness.TIE)]
+)
+def test_another_token_is_wrong_if_the_noise_does_not_explain_it(noise: float, kind: Likeness) -> None:
     found = judge(noise).compare(reply(token("a"), token("a")), reply(token("a"), token("b")))
     assert found.kind is kind
     assert (found.at, found.expected, found.got, found.gap) == (1, "a", "b", pytest.approx(2.5))
@@ -45,29 +47,29 @@ def test_what_is_not_among_the_likely_ones_is_behind_the_last_of_them() -> None:
 
 def test_an_answer_that_ends_early_is_behind_by_the_lead_over_the_second() -> None:
     found = judge(0.6).compare(reply(token("a"), token("a")), reply(token("a")))
-    assert found.kind is Kind.TIE and found.gap == pytest.approx(2.5) and "end of the answer" in found.got
+    assert found.kind is Likeness.TIE and found.gap == pytest.approx(2.5) and "end of the answer" in found.got
     found = judge(0.4).compare(reply(token("a")), reply(token("a"), token("a")))
-    assert found.kind is Kind.WRONG and "end of the answer" in found.expected
+    assert found.kind is Likeness.WRONG and "end of the answer" in found.expected
 
 
 def test_equal_tokens_whose_logprobs_move_are_a_drift() -> None:
     moved = reply(token("a"), token("a", -0.13))
-    assert judge().compare(reply(token("a"), token("a")), moved).kind is Kind.DRIFT
-    assert judge(0.01).compare(reply(token("a"), token("a")), moved).kind is Kind.EQUAL
+    assert judge().compare(reply(token("a"), token("a")), moved).kind is Likeness.DRIFT
+    assert judge(0.01).compare(reply(token("a"), token("a")), moved).kind is Likeness.EQUAL
     assert "token 1 ('a') moved by 0.03" in judge().compare(reply(token("a"), token("a")), moved).sentence()
 
 
 def test_a_tie_behind_a_drift_is_wrong() -> None:
     near = {"a": -0.7, "b": -0.7}
     got = reply(token("a", -0.4), token("b", top=near))
-    assert judge().compare(reply(token("a"), token("a", top=near)), got).kind is Kind.WRONG
-    assert judge(0.1).compare(reply(token("a"), token("a", top=near)), got).kind is Kind.TIE
+    assert judge().compare(reply(token("a"), token("a", top=near)), got).kind is Likeness.WRONG
+    assert judge(0.1).compare(reply(token("a"), token("a", top=near)), got).kind is Likeness.TIE
 
 
 def test_without_logprobs_only_texts_are_compared() -> None:
-    assert judge().compare(reply(text="abc"), reply(text="abc")).kind is Kind.EQUAL
+    assert judge().compare(reply(text="abc"), reply(text="abc")).kind is Likeness.EQUAL
     found = judge().compare(reply(text="abc"), reply(text="abd"))
-    assert (found.kind, found.at) == (Kind.TEXT, 2)
+    assert (found.kind, found.at) == (Likeness.TEXT, 2)
     exact = Judge(Noise(num_answers=20))
     assert exact.is_more_than_chance(10, 12) and not exact.is_more_than_chance(1, 12)
     assert not Judge(Noise(num_answers=20, num_texts=10)).is_more_than_chance(8, 12)

@@ -30,7 +30,7 @@ FLOORS = {
     "apps.tour": 6,
     "apps.engine": 6,
     "apps.bench": 6,
-    "apps.certify": 6,
+    "apps.certify": 7,
     "apps.server": 7,
     "apps.demo": 8,
     "cli": 9,

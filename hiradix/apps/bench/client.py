@@ -190,18 +190,24 @@ def sources_of(usage: Mapping[str, Any]) -> Sources:
     return Sources(device, host, storage, prompt_tokens - max(cached, known), max(0, cached - known))
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[Mapping[str, Any]]:
-    """The JSON records of a server-sent event stream up to [DONE]."""
-    async for line in response.aiter_lines():
-        if not line.startswith("data:"):
-            continue
-        data = line[len("data:") :].strip()
-        if data == "[DONE]":
-            return
-        try:
-            yield json.loads(data)
-        except json.JSONDecodeError as error:
-            raise BenchError(f"not JSON in the stream: {data[:200]!r}") from error
+async def events(response: httpx.Response) -> AsyncIterator[Mapping[str, Any]]:
+    """The JSON records of a server-sent event stream up to [DONE].
+
+    Lines end where the bytes have an end of line: texts may have other characters that httpx ends lines at.
+    """
+    rest = b""
+    async for piece in response.aiter_bytes():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if not line.startswith(b"data:"):
+                continue
+            data = line[len(b"data:") :].strip()
+            if data == b"[DONE]":
+                return
+            try:
+                yield json.loads(data)
+            except ValueError as error:
+                raise BenchError(f"not JSON in the stream: {data[:200]!r}") from error
 
 
 class ChatServer:
@@ -243,7 +249,7 @@ class ChatServer:
                 if response.status_code != 200:
                     text = (await response.aread()).decode("utf-8", "replace")
                     raise BenchError(f"{request.label}: HTTP {response.status_code}: {text[:500]}")
-                async for chunk in _events(response):
+                async for chunk in events(response):
                     stream.take(chunk)
         except httpx.HTTPError as error:
             raise BenchError(f"{request.label}: {error!r}") from error

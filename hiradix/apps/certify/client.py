@@ -1,6 +1,6 @@
 """One server under test: greedy requests, what it tells of cached tokens, and how it is flushed.
 
-Whatever a server may lack is a field of `Abilities`, found by asking; an answer has None where it is not told.
+Whatever it may lack is a field of `ServerTraits`, found by asking; an answer has None where it is not told.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
 
+from hiradix.apps.bench.client import BenchError, events
 from hiradix.apps.certify.prompts import Prompt
 from hiradix.errors import CacheError
 
@@ -77,7 +78,7 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class Abilities:
+class ServerTraits:
     """What the server takes and tells. kind: as its model card says; salts: it reads `cache_salt`."""
 
     api: str = "completions"
@@ -155,7 +156,7 @@ def _name(item: Mapping[str, Any]) -> str:
     return f"bytes:{bytes(raw).hex()}" if raw and "\ufffd" in text else text
 
 
-class Server:
+class ServerUnderTest:
     """Sends requests one by one or side by side, each with a deadline. Use as an async context manager."""
 
     def __init__(
@@ -176,7 +177,7 @@ class Server:
         self.max_tokens = max_tokens
         self.timeout_s = timeout_s
         self.clock = clock
-        self.able = Abilities(api=api or "completions")
+        self.able = ServerTraits(api=api or "completions")
         self._api_is_given = api is not None
         self._admin = {"Authorization": f"Bearer {admin_key}"} if admin_key else None
         self._http = httpx.AsyncClient(
@@ -187,7 +188,7 @@ class Server:
             trust_env=False,
         )
 
-    async def __aenter__(self) -> Server:
+    async def __aenter__(self) -> ServerUnderTest:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -346,13 +347,15 @@ class Server:
                 if not stream:
                     reading.take(json.loads(await reply.aread()))
                 else:
-                    async for record in _events(reply):
+                    async for record in events(reply):
                         if reading.take(record) and first is None:
                             first = self.clock() - began
         except TimeoutError as error:
             raise RequestFailed(f"no answer within {self.timeout_s:g} s") from error
         except httpx.HTTPError as error:
             raise RequestFailed(_said(error)) from error
+        except BenchError as error:
+            raise RequestFailed(str(error)) from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RequestFailed(f"not an answer of the OpenAI API: {error!r}") from error
         if not reading.finish:
@@ -418,15 +421,6 @@ def cached_tokens(metrics: str) -> dict[str, int] | None:
         if tier != "total":
             found[tier] = found.get(tier, 0) + int(float(value))
     return found if found or any(name in metrics for name in names) else None
-
-
-async def _events(reply: httpx.Response) -> AsyncIterator[Mapping[str, Any]]:
-    """The records of a server-sent event stream up to [DONE]."""
-    async for line in reply.aiter_lines():
-        if line.startswith("data:"):
-            if (data := line[len("data:") :].strip()) == "[DONE]":
-                return
-            yield json.loads(data)
 
 
 def _said(error: Exception) -> str:

@@ -12,8 +12,8 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from hiradix.apps.certify.client import Reply, RequestFailed, Server
-from hiradix.apps.certify.judge import GROSS, Difference, Judge, Kind, Noise, compared
+from hiradix.apps.certify.client import Reply, RequestFailed, ServerUnderTest
+from hiradix.apps.certify.judge import GROSS, AnswerDifference, Judge, Likeness, Noise, compared
 from hiradix.apps.certify.prompts import Passage, Prompt, Writer
 from hiradix.apps.certify.record import Arm, Fault, Finding, Seen
 
@@ -35,7 +35,7 @@ class OutOfTime(Exception):
 
 
 @dataclass(frozen=True)
-class Settings:
+class RunSettings:
     """How a run is made. flush: a path, "none", or None to try the known ones; pressure_tokens: how many
     tokens of other prompts drive a prompt off the device, None to find out."""
 
@@ -55,7 +55,7 @@ class Examiner:
     """One run's view of a server. evidence: what tells of hits, "" if nothing does; reference_by: what makes
     an answer cold: "salt", "flush", or "first" where only what nobody has sent is."""
 
-    def __init__(self, server: Server, settings: Settings) -> None:
+    def __init__(self, server: ServerUnderTest, settings: RunSettings) -> None:
         self.server = server
         self.settings = settings
         self.evidence = ""
@@ -271,7 +271,7 @@ class Examiner:
 
     def _compare_truth(self, arm: Arm, prompt: Prompt, reply: Reply) -> None:
         is_true = prompt.truth in reply.text
-        arm.add(Difference(Kind.EQUAL if is_true else Kind.WRONG))
+        arm.add(AnswerDifference(Likeness.EQUAL if is_true else Likeness.WRONG))
         if not is_true:
             said = f"the fact is {prompt.truth}, the answer {reply.text[:40]!r}; cold all were copied"
             self.find(arm, Fault.ANSWER, said, None, reply)
@@ -280,22 +280,22 @@ class Examiner:
         """What looks wrong is held against further cold answers before it is called so."""
         found = self.judge.compare(reference, reply)
         is_lost = prompt.truth in reference.text and prompt.truth not in reply.text
-        is_wrong = found.kind in (Kind.WRONG, Kind.DRIFT) or (
-            found.kind is Kind.TEXT and self.copies and is_lost
+        is_wrong = found.kind in (Likeness.WRONG, Likeness.DRIFT) or (
+            found.kind is Likeness.TEXT and self.copies and is_lost
         )
-        if (is_wrong or found.kind is Kind.TEXT) and len(arm.findings) < MOST_DOUBTED:
+        if (is_wrong or found.kind is Likeness.TEXT) and len(arm.findings) < MOST_DOUBTED:
             for _ in range(NUM_SECOND):
                 if (second := await self.cold_answer(arm, prompt)) is None:
                     continue
                 self.texts_vary |= second.text != reference.text
-                if self.judge.compare(second, reply).kind not in (Kind.EQUAL, Kind.TIE):
+                if self.judge.compare(second, reply).kind not in (Likeness.EQUAL, Likeness.TIE):
                     continue
                 if is_wrong:
                     self._blame(arm, second, reference)
-                found, is_wrong = Difference(Kind.TIE, moved=found.moved), False
+                found, is_wrong = AnswerDifference(Likeness.TIE, moved=found.moved), False
                 break
         arm.add(found)
-        if found.kind is Kind.TEXT:
+        if found.kind is Likeness.TEXT:
             arm.texts.append((reference, reply))
         if is_wrong:
             self.find(arm, Fault.ANSWER, found.sentence(), reference, reply)
@@ -303,7 +303,7 @@ class Examiner:
     def _blame(self, arm: Arm, second: Reply, first: Reply) -> None:
         """Two cold answers differ by more than the noise: that is more noise, or the first was wrong."""
         apart = compared(second, first)
-        if max(apart.gap, apart.moved) > GROSS or apart.kind is Kind.TEXT:
+        if max(apart.gap, apart.moved) > GROSS or apart.kind is Likeness.TEXT:
             self.find(arm, Fault.ANSWER, f"a cold answer: {apart.sentence()}", second, first)
             self.references[first.prompt.text] = second
         else:
@@ -317,7 +317,7 @@ class Examiner:
 
     def judge_texts(self, arm: Arm) -> None:
         """Other texts without log probabilities are wrong where they are more than cold answers have."""
-        count, noise = arm.kinds[Kind.TEXT], self.judge.noise
+        count, noise = arm.kinds[Likeness.TEXT], self.judge.noise
         if not count or arm.findings:
             return
         if self.judge.is_more_than_chance(count, arm.num_compared):

@@ -24,7 +24,7 @@ GROSS = 1.0
 """No engine's rounding does this: such a difference between cold answers is no noise."""
 
 
-class Kind(Enum):
+class Likeness(Enum):
     """What a comparison has found."""
 
     EQUAL = "equal"
@@ -36,11 +36,11 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True)
-class Difference:
+class AnswerDifference:
     """at: index of the first token (without logprobs: character) that differs; gap: by how much it should
     have won; moved: how far equal tokens' log probabilities are apart at most."""
 
-    kind: Kind
+    kind: Likeness
     at: int | None = None
     expected: str = ""
     got: str = ""
@@ -50,12 +50,12 @@ class Difference:
     def sentence(self) -> str:
         """What differs, for a person."""
         match self.kind:
-            case Kind.EQUAL:
+            case Likeness.EQUAL:
                 return "equal"
-            case Kind.DRIFT:
+            case Likeness.DRIFT:
                 token = f"token {self.at} ({self.expected!r})"
                 return f"the same tokens, but the log probability of {token} moved by {self.moved:.4g}"
-            case Kind.TEXT:
+            case Likeness.TEXT:
                 return f"from character {self.at} on {self.got!r} in place of {self.expected!r}"
         shown = f"at least {self.gap:.4g}" if self.gap < math.inf else "more than is told"
         return f"token {self.at} is {self.got!r} in place of {self.expected!r}, which is ahead by {shown}"
@@ -102,13 +102,13 @@ def _gap(expected: Reply, got: Reply, at: int) -> float:
     return _lead(got.tokens[at], _END)
 
 
-def compared(expected: Reply, got: Reply) -> Difference:
+def compared(expected: Reply, got: Reply) -> AnswerDifference:
     """Where they differ and how far, as if nothing were noise: EQUAL, TEXT or WRONG."""
     if not (expected.tokens and got.tokens):
         at = first_difference(expected.text, got.text)
         if at is None:
-            return Difference(Kind.EQUAL)
-        return Difference(Kind.TEXT, at, expected.text[at:][:20], got.text[at:][:20])
+            return AnswerDifference(Likeness.EQUAL)
+        return AnswerDifference(Likeness.TEXT, at, expected.text[at:][:20], got.text[at:][:20])
     names = [token.name for token in expected.tokens], [token.name for token in got.tokens]
     at = first_difference(*names)
     same = len(names[0]) if at is None else at
@@ -118,26 +118,26 @@ def compared(expected: Reply, got: Reply) -> Difference:
     moved = max(moves, default=0.0)
     if at is None:
         where = moves.index(moved) if moves else None
-        return Difference(Kind.EQUAL, where, "" if where is None else names[0][where], moved=moved)
+        return AnswerDifference(Likeness.EQUAL, where, "" if where is None else names[0][where], moved=moved)
     shown = [row[at] if at < len(row) else _END for row in names]
-    return Difference(Kind.WRONG, at, shown[0], shown[1], _gap(expected, got, at), moved)
+    return AnswerDifference(Likeness.WRONG, at, shown[0], shown[1], _gap(expected, got, at), moved)
 
 
-def measured(groups: Iterable[Sequence[Reply]]) -> tuple[Noise, list[tuple[Reply, Reply, Difference]]]:
+def measured(groups: Iterable[Sequence[Reply]]) -> tuple[Noise, list[tuple[Reply, Reply, AnswerDifference]]]:
     """The noise among cold answers, each group to one prompt, and what of them is no noise: gross."""
     logprob, tokens, answers, texts = 0.0, 0, 0, 0
-    gross: list[tuple[Reply, Reply, Difference]] = []
+    gross: list[tuple[Reply, Reply, AnswerDifference]] = []
     for group in groups:
         for other in group[1:]:
             found = compared(group[0], other)
             answers += 1
-            texts += found.kind is Kind.TEXT
+            texts += found.kind is Likeness.TEXT
             apart = max(found.gap, found.moved)
             if apart > GROSS:
                 gross.append((group[0], other, found))
                 continue
             num_both = min(len(group[0].tokens), len(other.tokens))
-            tokens += found.at + 1 if found.kind is Kind.WRONG and found.at is not None else num_both
+            tokens += found.at + 1 if found.kind is Likeness.WRONG and found.at is not None else num_both
             logprob = max(logprob, apart)
     return Noise(logprob, tokens, answers, texts), gross
 
@@ -164,15 +164,17 @@ class Judge:
         """A token's log probability may move by this."""
         return max(DRIFT_FLOOR, self.factor * self.noise.logprob)
 
-    def compare(self, expected: Reply, got: Reply) -> Difference:
+    def compare(self, expected: Reply, got: Reply) -> AnswerDifference:
         """The verdict on one answer."""
         found = compared(expected, got)
-        if found.kind is Kind.EQUAL and found.moved > self.most_drift:
-            return Difference(Kind.DRIFT, found.at, found.expected, found.got, found.gap, found.moved)
-        if found.kind is Kind.EQUAL:
-            return Difference(Kind.EQUAL, moved=found.moved)
-        if found.kind is Kind.WRONG and found.gap <= self.most_tie and found.moved <= self.most_drift:
-            return Difference(Kind.TIE, found.at, found.expected, found.got, found.gap, found.moved)
+        if found.kind is Likeness.EQUAL and found.moved > self.most_drift:
+            return AnswerDifference(
+                Likeness.DRIFT, found.at, found.expected, found.got, found.gap, found.moved
+            )
+        if found.kind is Likeness.EQUAL:
+            return AnswerDifference(Likeness.EQUAL, moved=found.moved)
+        if found.kind is Likeness.WRONG and found.gap <= self.most_tie and found.moved <= self.most_drift:
+            return AnswerDifference(Likeness.TIE, found.at, found.expected, found.got, found.gap, found.moved)
         return found
 
     def is_more_than_chance(self, num_texts: int, num_answers: int) -> bool:

@@ -17,8 +17,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from hiradix.apps.certify import report
-from hiradix.apps.certify.client import Server
-from hiradix.apps.certify.examiner import Examiner, Settings
+from hiradix.apps.certify.client import ServerUnderTest
+from hiradix.apps.certify.examiner import Examiner, RunSettings
 from hiradix.apps.certify.judge import FACTOR
 from hiradix.apps.certify.ladder import Ladder, begun
 from hiradix.apps.certify.record import Arm
@@ -108,8 +108,8 @@ def _tell(arm: Arm) -> None:
     print(f"{arm.name:9} {arm.state.value:12} {arm.reason}".rstrip(), file=sys.stderr, flush=True)
 
 
-async def _climbed(args: argparse.Namespace, server: Server) -> tuple[Examiner, Ladder]:
-    settings = Settings(
+async def _climbed(args: argparse.Namespace, server: ServerUnderTest) -> tuple[Examiner, Ladder]:
+    settings = RunSettings(
         run=args.run or secrets.token_hex(4),
         minutes=args.minutes,
         prompt_tokens=args.prompt_tokens,
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     api_key = args.api_key or os.environ.get("HIRADIX_API_KEY")
     try:
         required = _checked(args)
-        server = Server(
+        server = ServerUnderTest(
             args.url,
             model=args.model,
             api_key=api_key,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from hiradix.apps.certify.client import Reply
-from hiradix.apps.certify.judge import Difference, Kind
+from hiradix.apps.certify.judge import AnswerDifference, Likeness
 
 
 class Fault(Enum):
@@ -74,7 +74,7 @@ class Arm:
     without: int = 0
     failures: list[str] = field(default_factory=list)
     tokens: Counter[str] = field(default_factory=Counter)
-    kinds: Counter[Kind] = field(default_factory=Counter)
+    kinds: Counter[Likeness] = field(default_factory=Counter)
     moved: float = 0.0
     findings: list[Finding] = field(default_factory=list)
     texts: list[tuple[Reply, Reply]] = field(default_factory=list)
@@ -91,7 +91,7 @@ class Arm:
         elif seen.cached:
             self.tokens["cached"] += seen.cached
 
-    def add(self, difference: Difference) -> None:
+    def add(self, difference: AnswerDifference) -> None:
         """Count a verdict."""
         self.kinds[difference.kind] += 1
         self.moved = max(self.moved, difference.moved)

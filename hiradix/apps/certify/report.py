@@ -10,7 +10,7 @@ from typing import Any
 
 from hiradix.apps.certify.client import Reply
 from hiradix.apps.certify.examiner import Examiner
-from hiradix.apps.certify.judge import Kind
+from hiradix.apps.certify.judge import Likeness
 from hiradix.apps.certify.record import Arm, Finding, State
 
 EVIDENCE = {
@@ -50,8 +50,8 @@ def table(arms: Mapping[str, Arm]) -> str:
     lines = ["arm asked hits cached equal ties wrong moved verdict why".split()]
     for arm in arms.values():
         tokens = " ".join(f"{tier} {number}" for tier, number in arm.tokens.items() if number) or "-"
-        ties = arm.kinds[Kind.TIE] + arm.kinds[Kind.TEXT]
-        numbers = (arm.asked, arm.hits, tokens, arm.kinds[Kind.EQUAL], ties, len(arm.findings))
+        ties = arm.kinds[Likeness.TIE] + arm.kinds[Likeness.TEXT]
+        numbers = (arm.asked, arm.hits, tokens, arm.kinds[Likeness.EQUAL], ties, len(arm.findings))
         moved = f"{arm.moved:.1e}" if arm.asked else "-"
         lines.append([arm.name, *map(str, numbers), moved, arm.state.value, arm.reason])
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]) - 1)]
@@ -132,7 +132,7 @@ def record(examiner: Examiner, arms: Mapping[str, Arm], required: Sequence[str])
 
 
 def _arm(arm: Arm) -> dict[str, Any]:
-    kinds = {kind.value: arm.kinds[kind] for kind in Kind}
+    kinds = {kind.value: arm.kinds[kind] for kind in Likeness}
     return {
         "name": arm.name, "what": arm.what, "state": arm.state.value, "reason": arm.reason, "asked": arm.asked,
         "hits": arm.hits, "cached_tokens": dict(arm.tokens), "answers": kinds, "moved": arm.moved,
