@@ -33,7 +33,7 @@ from hiradix.storage.wrappers.wrap import coded
 
 
 class PageDifference(Protocol):
-    """What two pages differ in; as text, in what most."""
+    """The border to an engine's arithmetic: what two pages differ in; as text, in what most."""
 
     @property
     def is_same(self) -> bool: ...

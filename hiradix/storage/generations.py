@@ -38,7 +38,8 @@ from hiradix.storage.batch import Batch
 from hiradix.storage.components import ComponentPages, PageDifference
 from hiradix.storage.guard.breaker import Troubles
 from hiradix.storage.guard.calls import as_answered, has_failed
-from hiradix.storage.guard.stores import StoragePart, Stores
+from hiradix.storage.guard.joining import StoragePart
+from hiradix.storage.guard.stores import PageStore, Stores
 from hiradix.storage.opening import StoreSettings
 from hiradix.storage.protocol import Page
 from hiradix.storage.wrappers import quantise
@@ -537,7 +538,7 @@ class _Scope:
         self._order()
 
 
-class _Part:
+class _Part(PageStore):
     """One component's store, by the names that trusted generations give its pages."""
 
     def __init__(self, whole: Generations, component: int, guard: StoragePart) -> None:

@@ -130,7 +130,8 @@ class StorageContext:
 
 
 class StorageBackend(Protocol):
-    """Base of backends; made as `cls(context)`. `register`, `ping`, `stats` and `traits` have defaults.
+    """The border to stores, and the base of backends; made as `cls(context)`. `register`, `ping`, `stats` and
+    `traits` have defaults.
 
     A batch is the sequence of its keys, and says what is known of them besides: see `Batch`.
 

@@ -32,7 +32,7 @@ from hiradix.prefix_cache import CacheInitParams, HiRadixCache
 from hiradix.storage import PageFingerprint
 from hiradix.storage.guard.guard import GuardedStorage, GuardLimits
 from hiradix.storage.guard.stores import Stores
-from hiradix.transfer import HiCacheController, Runtime, TransferLimits
+from hiradix.transfer import Driver, HiCacheController, Runtime, TransferLimits
 from tests.simulation.engine import Parts, SimEngine, SimRequest
 from tests.simulation.memory import (
     NUM_LAYERS,
@@ -56,7 +56,7 @@ SETTLED = 25  # measurements after which those from before a change weigh nothin
 TOLERANCE = 1.02
 
 
-class ClockDriver:
+class ClockDriver(Driver):
     """Runs workers in the order of their own times. `now()` is that of whoever runs."""
 
     def __init__(self) -> None:

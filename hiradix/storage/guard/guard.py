@@ -40,6 +40,7 @@ from hiradix.storage.guard.calls import (
 )
 from hiradix.storage.guard.direct import DIRECT_PIECE_BYTES, DirectCalls
 from hiradix.storage.guard.staged import Staged, Work
+from hiradix.storage.guard.stores import PageStore
 from hiradix.storage.kit.call_threads import (
     CallThreadPool,
     CallTimeout,
@@ -129,7 +130,7 @@ class GuardLimits:
     )
 
 
-class GuardedStorage:
+class GuardedStorage(PageStore):
     """A backend that cannot hurt its caller. Keys are page hashes in hex; thread-safe. Owns the backend.
 
     Keys that are no `Batch` are taken for one use of a chain of which nothing else is known.
