@@ -15,14 +15,14 @@ from hiradix.storage.guard.joining import Joiner, JoiningStorage, JoinLimits, St
 from hiradix.storage.guard.not_joined import NotJoined
 from hiradix.storage.guard.stores import Stores
 from hiradix.storage.identities import remember
-from hiradix.storage.kit.call_threads import LEFT_BEHIND
+from hiradix.storage.kit.call_threads import ABANDONED
 from hiradix.storage.kit.options import CHECKSUM, flag
 from hiradix.storage.protocol import StorageBackend, StorageContext, Traits
 from hiradix.storage.registry import FLAG, create_storage_backend, load_storage_backend
 from hiradix.storage.wrappers.quota import with_quota
 from hiradix.storage.wrappers.wrap import WrapConfig, coded, inner_context, wrap
 
-MAX_LEFT_BEHIND = 64
+MAX_ABANDONED = 64
 """Threads in calls of closed stores: one that hangs and is attached again and again leaves more each time."""
 
 
@@ -87,7 +87,7 @@ def open_part(
     """As `open_storage`, with keys that are read: the context has the backend's own, and is `coded`."""
     if context.required:
         return open_guarded(name, context, settings, clock)
-    _check_left_behind(name)
+    _check_abandoned(name)
     found = opened(
         name, lambda: Stores([open_guarded(name, context, settings, clock)]), settings.join,
         declared_traits(name),
@@ -99,17 +99,17 @@ def open_guarded(
     name: str, context: StorageContext, settings: StoreSettings, clock: Callable[[], float]
 ) -> GuardedStorage:
     """The same at once, whatever the context says: Unreachable where the store does not answer."""
-    _check_left_behind(name)
+    _check_abandoned(name)
     backend = open_backend(name, context, settings.wraps)
     return GuardedStorage(backend, context.fingerprint, settings.guard, clock, name=name)
 
 
-def _check_left_behind(name: str) -> None:
-    left = LEFT_BEHIND.num_threads
-    if left >= MAX_LEFT_BEHIND:
+def _check_abandoned(name: str) -> None:
+    number = ABANDONED.num_threads
+    if number >= MAX_ABANDONED:
         raise ConfigError(
-            f"{FLAG} {name}: {left} threads are in calls of closed stores that have not ended; no store is "
-            f"opened until they are fewer than {MAX_LEFT_BEHIND}, or the process is started again"
+            f"{FLAG} {name}: {number} threads are in calls of closed stores that have not ended; no store is "
+            f"opened until they are fewer than {MAX_ABANDONED}, or the process is started again"
         )
 
 

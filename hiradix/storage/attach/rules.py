@@ -153,8 +153,8 @@ def default_of(backend: str | None, extra: ExtraConfig) -> dict[str, Prepared]:
     """What was attached at start, under its name; nothing where nothing was."""
     if backend is None:
         return {}
-    told = ("backend", "hicache_storage_required", "storage_identity")  # `opening` has these
-    own = {key: value for key, value in vars(extra).items() if key not in told}
+    in_opening = ("backend", "hicache_storage_required", "storage_identity")
+    own = {key: value for key, value in vars(extra).items() if key not in in_opening}
     return {DEFAULT: Prepared(backend, MappingProxyType({**own, **extra.opening}))}
 
 
@@ -397,7 +397,7 @@ def _check_mooncake(rule: Rule, keys: Mapping[str, Any], before: str) -> None:
             _check_host(rule, before + name, pattern, text, None)
 
 
-# -- what is told to whom -----------------------------------------------------------------
+# -- answers over HTTP, and lines of the log ---------------------------------------------
 
 _OURS = re.compile(  # of fixed texts, and of what the request itself said
     r"Reject attach: scheduler is not idle\. #queue-req=\d+ #running-req=\d+"
@@ -440,9 +440,9 @@ def over_http(message: str) -> str:
     bad = _named(_BAD_VALUE, message)
     if bad:
         return f"{bad[-1]}: bad value; the server's log says more"
-    for told, pattern in _KINDS:
+    for kind, pattern in _KINDS:
         if pattern.search(message):
-            return f"{told}; the server's log says more"
+            return f"{kind}; the server's log says more"
     return f"{next(iter(_named(_KEY, message)), BACKEND)}: could not be used; the server's log says more"
 
 

@@ -113,7 +113,7 @@ class Session:
     clock: Callable[[], float]
     deadline: float
 
-    def left_s(self) -> float:
+    def remaining_s(self) -> float:
         """Seconds until the deadline; less than 0 behind it."""
         return self.deadline - self.clock()
 
@@ -151,7 +151,7 @@ class ThreadSession(Session):
             return value
 
         call = self.thread.start(work_and_more)
-        return lambda: cast(T, self.thread.finish(call, self.left_s()))
+        return lambda: cast(T, self.thread.finish(call, self.remaining_s()))
 
     def stage(self, moved: PageMove, chunk: range, extra_bytes: int, which: int = 0) -> list[memoryview]:
         """Staging memory for each page of the chunk, `extra_bytes` longer than the page.

@@ -164,7 +164,7 @@ class GuardedStorage(PageStore):
         self._meters = Meters()
         self._page_bytes = 0  # of a page that was read or stored here
         self._states = StoreStates(type(backend).__name__)
-        self._told: dict[tuple[int, int], bool] = {}  # of which memory, and whether it took that
+        self._registered: dict[tuple[int, int], bool] = {}  # by place and length: whether the backend took it
         self._backend_stats: Mapping[str, float] = {}
         self._closed = False
         self._ends_threads = True
@@ -287,9 +287,9 @@ class GuardedStorage(PageStore):
     def register(self, memory: memoryview) -> bool:
         """Tell the backend of a host pool's memory, once: what came of it is remembered."""
         place = address_of(memory), memory.nbytes
-        if place not in self._told:
-            self._told[place] = self._admin("register", lambda: self._register(memory))
-        return self._told[place]
+        if place not in self._registered:
+            self._registered[place] = self._admin("register", lambda: self._register(memory))
+        return self._registered[place]
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Close the backend, waiting at most `timeout_s`; calls from now on are misses. Idempotent.
@@ -319,7 +319,7 @@ class GuardedStorage(PageStore):
             **self._meters.snapshot(),
             **self.breakers.figures(),
             "workers_busy": self._threads.num_busy,
-            "late_answers": self._threads.num_late,
+            "late_answers": self._threads.num_ended_abandoned,
             "joined": 1.0,
             "read_only": float(self.is_read_only or self._backend_stats.get("read_only", 0)),
             **{f"backend_{name}": value for name, value in self._backend_stats.items()},
@@ -350,9 +350,9 @@ class GuardedStorage(PageStore):
 
         reason, duration_s = self._call(op, batch, total_bytes, move)
         lost = moved.ok.count(False) - sum(moved.refused.values())
-        missed = (*moved.refused.items(), (reason or _UNTOLD[op], lost))
+        missed = (*moved.refused.items(), (reason or _UNEXPLAINED[op], lost))
         if not self._traits.verifies:
-            self._tell(moved)
+            self._log_damage(moved)
         num_done = moved.ok.count(True)
         if num_done < len(sizes):
             total_bytes = sum([size for size, ok in zip(sizes, moved.ok) if ok])
@@ -364,8 +364,8 @@ class GuardedStorage(PageStore):
             reasons[reason] += lost
         return FlagsWithReason(moved.ok, reasons)
 
-    def _tell(self, moved: PageMove) -> None:
-        """Say that pages did not pass the checks here; a backend that verifies says so itself."""
+    def _log_damage(self, moved: PageMove) -> None:
+        """Log that pages did not pass the checks here, and the end of that: a backend that verifies does so."""
         bad = moved.refused.get(MissReason.DAMAGED, 0) + moved.refused.get(MissReason.FOREIGN, 0)
         if bad:
             self._states.enter("damaged", f"{bad} pages of a call are not what was stored: misses")
@@ -457,7 +457,7 @@ class GuardedStorage(PageStore):
             body(session)
         finally:
             self._direct.end(number)
-        late_s = -session.left_s()
+        late_s = -session.remaining_s()
         if late_s > 0:
             raise CallTimeout(f"ended {late_s:.3f} s late")
         return 0.0
@@ -550,8 +550,8 @@ def _nothing(*_: object) -> None:
     """Stands for an optional call that a backend does not have."""
 
 
-_UNTOLD = {Op.GET: MissReason.ABSENT, Op.PUT: MissReason.REFUSED}
-"""Of pages that a backend answered no for, and nothing more."""
+_UNEXPLAINED = {Op.GET: MissReason.ABSENT, Op.PUT: MissReason.REFUSED}
+"""Of pages for which a backend answered no, and gave no reason."""
 _FAULTS: Mapping[type[Exception], MissReason] = {
     CallTimeout: MissReason.TIMEOUT,
     OtherKind: MissReason.TIMEOUT,

@@ -25,7 +25,7 @@ from hiradix.storage.guard.calls import FlagsWithReason
 from hiradix.storage.guard.guard import GuardedStorage
 from hiradix.storage.guard.not_joined import NotJoined
 from hiradix.storage.guard.stores import PageStore, Stores, WhenJoined
-from hiradix.storage.kit.call_threads import LEFT_BEHIND
+from hiradix.storage.kit.call_threads import ABANDONED
 from hiradix.storage.kit.meters import Histogram, Meters, MissReason, Op
 from hiradix.storage.protocol import Page, StorageBackend, Traits
 
@@ -98,7 +98,7 @@ class Joiner:
         self._closed = False
         self._num_under_way = self._num_ended = 0
         self._error: ConfigError | None = None  # of the attempt that ended last
-        self._is_told = False  # that the store is not joined: `first` says so to whoever opens it
+        self._has_warned = False  # that the store is not joined: `first` says so to whoever opens it
         self._thread: threading.Thread | None = None
         self._began_s = time.monotonic()
 
@@ -118,7 +118,7 @@ class Joiner:
         """Try again and again beside the callers, until the store is joined or this is closed."""
         with self._changed:
             if self.store is None:
-                self._is_told = True
+                self._has_warned = True
                 logger.warning(
                     "storage %s: not joined: %s; until it is, nothing is stored or read; tried again every "
                     "%g s at the latest", self._name, error, self._limits.retry_s,
@@ -153,7 +153,7 @@ class Joiner:
             if self._closed:
                 return
             self._closed = True
-            LEFT_BEHIND.add(self._num_under_way)
+            ABANDONED.add(self._num_under_way)
             self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(min(timeout_s, CLOSE_WAIT_S))
@@ -221,7 +221,7 @@ class Joiner:
             self._num_under_way -= 1
             self._num_ended += 1
             if self._closed:
-                LEFT_BEHIND.add(-1)
+                ABANDONED.add(-1)
             elif error is not None and self.store is None:
                 self._failed(error)
             self._changed.notify_all()
@@ -229,7 +229,7 @@ class Joiner:
     def _failed(self, error: ConfigError) -> None:
         """Say once that the store answers now, and that it is a value that is wrong; or no more. Locked."""
         is_refused = not isinstance(error, Unreachable)
-        if self._is_told and is_refused != self.is_refused:
+        if self._has_warned and is_refused != self.is_refused:
             what = "still not joined, as it refuses" if is_refused else "not joined again"
             logger.warning("storage %s: %s: %s", self._name, what, error)
         self.is_refused, self._error = is_refused, error
@@ -244,7 +244,7 @@ class Joiner:
                 memories, calls = self._memories[num_memories:], self._calls[num_calls:]
                 if not memories and not calls:
                     self.store, self.is_refused = store, False
-                    if self._is_told:
+                    if self._has_warned:
                         logger.warning(
                             "storage %s: joined, %.0f s after it was asked for, with attempt %d",
                             self._name, time.monotonic() - self._began_s, self.num_attempts,

@@ -129,9 +129,9 @@ class CodingWrapper(Wrapper):
             self._num_damaged += 1
             is_first = self._num_damaged == 1
         if is_first:
-            self._tell_first()
+            self._warn_of_first()
 
-    def _tell_first(self) -> None:
+    def _warn_of_first(self) -> None:
         """The first page that cannot be read was just met."""
 
 

@@ -218,7 +218,7 @@ class MooncakeBackend(StorageBackend):
         """If it fails, the next call starts it again."""
         try:
             self._store = _joined(self.config)
-            self._memory.tell_again()
+            self._memory.register_again()
             self._learn()
             self._count("joined_anew")
         except CacheError as error:

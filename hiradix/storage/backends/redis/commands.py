@@ -24,17 +24,17 @@ T = TypeVar("T")
 REFUSED = re.compile(rb"-?(?:OOM|MISCONF|NOREPLICAS|READONLY)\b")
 Found = tuple[int, bool | None]
 """Bytes that were stored under a name, and what `set` says of it; None: nothing was changed."""
-_TOLD_AGAIN_S = 600.0
+LOG_AGAIN_S = 600.0
 _MOVED = ("MOVED", "ASK", "TRYAGAIN", "CLUSTERDOWN")
 
 
 class Refusals:
-    """Writes that the server refuses, while reads go on: told by the first word of its answer, each at most
+    """Writes that the server refuses, while reads go on: known by the first word of its answer, each at most
     once in ten minutes. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
-        self._told_s: dict[str, float] = {}
+        self._logged_until_s: dict[str, float] = {}
 
     def is_stored(self, reply: Any) -> bool:
         """Of a reply to SET. Raises ReplyError where it is neither stored nor refused."""
@@ -46,12 +46,12 @@ class Refusals:
         raise ReplyError(text)
 
     def is_one(self, text: str) -> bool:
-        """Whether that error is one; if so, it is told."""
+        """Whether that error is one; if so, it is logged."""
         if REFUSED.match(text.encode()) is None:
             return False
         code, now_s = text.lstrip("-").partition(" ")[0], self._clock()
-        if now_s >= self._told_s.get(code, now_s):
-            self._told_s[code] = now_s + _TOLD_AGAIN_S
+        if now_s >= self._logged_until_s.get(code, now_s):
+            self._logged_until_s[code] = now_s + LOG_AGAIN_S
             logger.warning("the redis server refuses pages: %.200s", text)
         return True
 
