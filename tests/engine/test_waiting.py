@@ -51,7 +51,9 @@ def asked_at_once(engine: Engine, asked: Sequence[list[int]], at_once: int) -> l
     answers: dict[str, Answer] = {}
     waiting = list(enumerate(asked))
     while waiting or engine.has_work:
-        running = sum(f"r{n}" in answers and answers[f"r{n}"].finish_reason is None for n in range(len(asked)))
+        running = sum(
+            f"r{n}" in answers and answers[f"r{n}"].finish_reason is None for n in range(len(asked))
+        )
         while waiting and running < at_once:
             number, prompt = waiting.pop(0)
             answers[f"r{number}"] = Answer()

@@ -409,8 +409,8 @@ class Rank:
 
 
 MOVES = {
-    "tick": 40, "request": 34, "finish": 22, "prefetch": 12, "progress": 12, "reorder": 2, "abort": 3, "evict": 5,
-    "attach": 6, "detach": 2, "reset": 2, "drain": 4,
+    "tick": 40, "request": 34, "finish": 22, "prefetch": 12, "progress": 12, "reorder": 2, "abort": 3,
+    "evict": 5, "attach": 6, "detach": 2, "reset": 2, "drain": 4,
 }  # fmt: skip
 
 

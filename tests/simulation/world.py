@@ -450,7 +450,9 @@ class World:
         cache, tree = self.cache, self.cache.tree
         assert self.controller.is_idle and len(cache.cache.in_flight) == 0
         assert cache.num_in_flight == 0, cache.num_in_flight
-        assert not cache._prefetcher._waiting.handles() and not cache._prefetcher._loaded and not cache._counted
+        assert (
+            not cache._prefetcher._waiting.handles() and not cache._prefetcher._loaded and not cache._counted
+        )
         assert not cache._copies._grown, f"copies of the rows of {list(cache._copies._grown)} are kept"
         assert not self.controller._job_table._open and not cache.cache.write_through.storage_backup._ending
         for tier in Tier:
