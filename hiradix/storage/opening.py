@@ -133,6 +133,6 @@ def open_backend(name: str, context: StorageContext, wrappers: WrapConfig) -> St
 
 
 def declared_traits(name: str, ragged: bool = False) -> Traits:
-    """What the class of backend `name` says of all its objects; without that nothing but `ragged`."""
+    """The traits that the class of backend `name` declares for all its objects; else none but `ragged`."""
     found = vars(load_storage_backend(name)).get("traits")
     return found if isinstance(found, Traits) else Traits(ragged=ragged)

@@ -40,7 +40,7 @@ from tests.simulation.memory import (
     DevicePages,
     HostAllocator,
     HostPages,
-    Streams,
+    SimStreams,
     Transport,
 )
 from tests.simulation.storage import SimBackend, SimLanes, Store, Weather
@@ -140,7 +140,7 @@ class Tier:
         return self.fixed_s + num_pages * self.page_s
 
 
-class ClockStreams(Streams):
+class ClockStreams(SimStreams):
     """Copies are launched at once and seen by the compute stream when their time has come."""
 
     def __init__(self, driver: ClockDriver):
@@ -165,7 +165,7 @@ class ClockTransport(Transport):
     """Loads cost what the host tier says, a layer at a time. Writes are cheap: a device full of pages that
     are being written keeps everybody waiting, and no gate looks at that."""
 
-    def __init__(self, streams: Streams, driver: ClockDriver, tier: Tier):
+    def __init__(self, streams: SimStreams, driver: ClockDriver, tier: Tier):
         super().__init__(streams, lambda: False)
         self._driver, self._tier = driver, tier
 

@@ -1,4 +1,4 @@
-"""What the guard hands around during one call: its pages, where it runs, and the answers it may give."""
+"""The parts of one guarded call: its pages, the thread it runs on, and the answers it may give."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class PageMove:
 
 
 class OtherKind(CallTimeout):
-    """What did not end in time is a call of another kind, made on this one's way: it says nothing of this."""
+    """A call of another kind, made on the way of this one, did not end in time: no failure of this kind."""
 
 
 @dataclass(slots=True)

@@ -61,7 +61,7 @@ SHORT_PIECE_BYTES = 1 << 20
 WIDE_PIECE_BYTES = 64 << 20
 """Most that `Traits.width` makes of a part."""
 DELETE_KEY_S = 0.001
-"""What a deletion may take for each key, beside the deadline."""
+"""Seconds that a deletion may take for each key, beside the deadline."""
 AWAITED = (Op.EXISTS, Op.GET)
 """Calls that requests wait for: one that takes most of its time is as bad as one that takes all of it."""
 _CLOSED = BreakerState.CLOSED
@@ -70,7 +70,7 @@ _NAMES = {Op.EXISTS: "lookups", Op.GET: "reads", Op.PUT: "writes", Op.DELETE: "d
 
 @dataclass(frozen=True)
 class GuardLimits:
-    """How far a backend is trusted.
+    """Limits of a call to a backend.
 
     deadline_s: longest wait of one call, plus one second for every `bytes_per_s` of its pages. A lookup or
     read that takes more than half of it, plus what its pages may take, counts as a failure; its answer is
@@ -377,7 +377,7 @@ class GuardedStorage(PageStore):
         return op is Op.GET and self._traits.lands and not self._traits.verifies
 
     def _pieces(self, op: Op, sizes: Sequence[int]) -> list[range]:
-        """What of pages of such sizes goes to the backend at once. A staged piece is filled while the backend
+        """The parts in which pages of such sizes go to the backend. A staged piece is filled while the backend
         has the one before: so the first of a put, which it waits for, is a short one."""
         if self._direct is not None or self._lands(op):
             return chunks(sizes, DIRECT_PIECE_BYTES)

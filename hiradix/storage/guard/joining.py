@@ -66,7 +66,7 @@ class JoinLimits:
 
 
 def opened(name: str, make: Callable[[], Stores], limits: JoinLimits, declared: Traits) -> Stores | Joiner:
-    """What `make` gives, or a Joiner where the store cannot be reached now or not within an attempt's time.
+    """The store that `make` gives, or a Joiner where it cannot be reached now or within an attempt's time.
 
     make: raises Unreachable for a store that does not answer, and ConfigError for wrong values, which is
     raised here. declared: what is known of the backend's traits before it is made.
@@ -165,7 +165,7 @@ class Joiner:
         return self._closed
 
     def figures(self) -> dict[str, float]:
-        """What a joined store's guard does not know of."""
+        """Figures that a joined store's guard does not have."""
         return {
             "joined": float(self.store is not None),
             "join_attempts": self.num_attempts,
@@ -227,7 +227,7 @@ class Joiner:
             self._changed.notify_all()
 
     def _failed(self, error: ConfigError) -> None:
-        """Say once that the store answers now, and that it is a value that is wrong; or no more. Locked."""
+        """Warn once when a store that was away answers and refuses a setting, and when that ends. Locked."""
         is_refused = not isinstance(error, Unreachable)
         if self._has_warned and is_refused != self.is_refused:
             what = "still not joined, as it refuses" if is_refused else "not joined again"

@@ -101,7 +101,7 @@ class CodingWrapper(Wrapper):
 
     @abstractmethod
     def _pack(self, key: str, page: Page) -> bytes | bytearray:
-        """What is stored of a page."""
+        """The bytes to store for a page."""
 
     @abstractmethod
     def _unpack(self, key: str, stored: memoryview, page: Page) -> MissReason | None:

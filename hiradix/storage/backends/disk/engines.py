@@ -1,4 +1,4 @@
-"""Who carries out a batch of reads or writes: one io_uring submission, or a few threads."""
+"""Execution of a batch of reads or writes: one io_uring submission, or a few threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the log says, in memory: which page is in which slot, which slots are free, who was used last.
+"""The log's content in memory: which page is in which slot, which slots are free, who was used last.
 
 Pages of one slot size share a shelf; own pages are filed under their names, those of other fingerprints with
 their namespace before. Every change is a record, applied in `apply`: a process that writes one applies it
@@ -106,7 +106,7 @@ class Shelf:
 
 @dataclass(frozen=True)
 class SegmentInfo:
-    """How a segment file is cut."""
+    """The layout of a segment file."""
 
     num_slots: int
     slot_bytes: int
@@ -150,7 +150,7 @@ class Index:
         return shelf
 
     def label(self, namespace: bytes, name: Name) -> Name:
-        """What a page is filed under on its shelf: its name, or for other fingerprints bytes of another
+        """The label of a page on its shelf: its name, or for other fingerprints bytes of another
         length, so that a caller's key never is somebody else's label."""
         if namespace == self._namespace:
             return name
@@ -332,6 +332,6 @@ def put_record(entry: IndexEntry, more_flags: int) -> Record:
 
 
 def follows_record(place: tuple[int, int], front: Name) -> Record:
-    """What says which page is in front of the one in a slot."""
+    """The log record that names the page in front of the one in a slot."""
     key, flags = packed_name(front)
     return Record(Kind.FOLLOWS, *place, key=key, flags=flags)

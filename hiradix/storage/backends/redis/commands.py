@@ -210,7 +210,7 @@ class ClientCommands:
         return [number == 1 for number in self.numbers([_renew_command(name, ttl_ms) for name in names])]
 
     def numbers(self, commands: Sequence[Sequence[bytes]]) -> list[int]:
-        """What integer replies say."""
+        """The values of integer replies."""
         return [_number(reply) for reply in self._run(commands)]
 
     def get(self, names: Sequence[bytes], pages: Sequence[Page], ttl_ms: int) -> list[bool]:
@@ -268,7 +268,7 @@ def _set_frame(name: bytes, page: Page, options: Sequence[bytes]) -> Frame:
 
 
 def _leading(sizes: Sequence[int], limit_bytes: int) -> int:
-    """How many of the first begin within so many bytes."""
+    """The number of leading payloads that begin within so many bytes."""
     return sum(end - size < limit_bytes for size, end in zip(sizes, accumulate(sizes)))
 
 

@@ -69,5 +69,5 @@ def is_away(error: BaseException) -> bool:
 
 
 def error_text(error: BaseException) -> str:
-    """What obstore says of an error, without its insides, which follow, nor pages that servers answer."""
+    """An error of obstore in one line, without the dump of its insides or of pages that servers answer."""
     return " ".join(str(error).partition("\n\nDebug source")[0][:1000].split())
