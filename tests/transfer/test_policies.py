@@ -57,8 +57,5 @@ def test_how_long_a_request_waits(name: str, limit_s: float) -> None:
     assert not policy.should_stop(limit_s * 0.99 if limit_s < math.inf else 1e9, 16) or limit_s == 0
 
 
-def test_capacity_is_shared_but_one_prefetch_always_may() -> None:
-    policy = PrefetchPolicy.from_name("timeout", PrefetchLimits(64, capacity_share=0.5))
-    assert policy.has_capacity(0, 1000, 100), "a cap under one prompt's size must not switch prefetching off"
-    assert policy.has_capacity(20, 30, 100)
-    assert not policy.has_capacity(20, 31, 100)
+def test_waiting_requests_may_hold_a_share_of_the_host() -> None:
+    assert PrefetchLimits(64, capacity_share=0.5).capacity_pages(101) == 50
