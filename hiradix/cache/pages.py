@@ -83,7 +83,7 @@ PagesOf = Mapping[int, Pages]  # by component
 
 
 class PairedSource(PageSource, Protocol):
-    """A device pool whose pages a model finds beside the backbone's, such as a sliding window's."""
+    """The border to an engine's windows: a device pool whose pages a model finds beside the backbone's."""
 
     def pair(self, backbone: Pages, pages: Pages, /) -> None:
         """`pages` lie beside these backbone pages from here on, and beside no others."""

@@ -5,7 +5,7 @@
 
 A message is (topic, sequence number, payload); numbers count up from 0. A subscriber that is too slow loses
 messages, sees the gap and asks for a replay. When the sender is too slow, nothing is queued until it has
-caught up, and then everything is told anew, after `AllBlocksCleared`: nobody is left with a wrong picture.
+caught up, and then all blocks are published anew, after `AllBlocksCleared`: nobody is left with a wrong picture.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Publisher:
             return
         self._is_behind = True
         self.num_dropped += 1
-        logger.warning("%s: %d steps wait to be sent; all blocks will be told anew", FLAG, limit)
+        logger.warning("%s: %d steps wait to be sent; all blocks will be published anew", FLAG, limit)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Send what is queued and end, within the deadline."""
@@ -163,7 +163,7 @@ class Publisher:
                 try:
                     if events := self._events.events_of(changes):
                         self._send(encode(time_s, events, RANK))
-                except Exception:  # serving goes on; what could not be told is told anew
+                except Exception:  # serving goes on; what could not be published is published anew
                     logger.exception("%s: a message could not be sent", FLAG)
                     self._is_behind = True
                 self.num_done += 1

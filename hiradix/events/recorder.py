@@ -104,7 +104,7 @@ class KVEvents:
             self.resync()
 
     def resync(self) -> None:
-        """Forget what was noted: everything is gone, and what the tree has now is there. O(tree)."""
+        """Drop noted events; note a removal of everything, then the tree's present pages as stored. O(tree)."""
         self.cleared()
         for node in self._tree.nodes():
             for tier in reversed(Tier):

@@ -1,4 +1,4 @@
-"""How far apart two pages of one shape are: whether the same weights computed both.
+"""Comparison of two pages of one shape: whether the same weights computed both.
 
 Two builds of the same kernels, other thread counts, chunk sizes and batches give the same page but for
 rounding; other weights, ropes, scales, quantisations or adapters do not. Pages are compared layer by layer,
@@ -49,7 +49,7 @@ BEHIND_OTHERS = 1 << 20
 
 @dataclass(frozen=True)
 class Apart:
-    """What two pages differ in most. error: of that layer, as a share of its size; most: what it may be."""
+    """The largest difference of two pages. error: of that layer, relative to its size; most: its tolerance."""
 
     array: str
     layer: int
@@ -96,7 +96,7 @@ class PageComparer:
         self._dtype = max((spec.dtype for spec in shape.arrays), key=lambda dtype: tolerance(dtype, 0))
 
     def __call__(self, own: Views, stored: Views, is_rounded: bool = False) -> Apart:
-        """Where they differ most, measured by what may be. is_rounded: storage has coded both with loss."""
+        """The largest difference relative to its tolerance. is_rounded: storage has coded both with loss."""
         return max(self.all(own, stored, is_rounded), key=lambda apart: apart.share)
 
     def all(self, own: Views, stored: Views, is_rounded: bool = False) -> list[Apart]:

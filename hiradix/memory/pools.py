@@ -20,60 +20,23 @@ logger = logging.getLogger(__name__)
 
 
 class LayerCounter(Protocol):
-    """The layer gate, as the getters use it: returns when layer `layer` of the pending loads may be read."""
+    """The border to an engine's layer gate, as the getters use it: returns when layer `layer` of the
+    pending loads may be read."""
 
     def wait_until(self, layer: int, /) -> None: ...
 
 
-class Pool(Protocol):
-    """What a transport needs of a pool."""
+class Pool:
+    """What a transport needs of a pool: its arrays as planes and views, made once by `_keep`.
 
-    @property
-    def shape(self) -> CacheShape: ...
+    cuts: addresses that no single copy by CUDA may go over. cut_pages: pages that begin at one of them, in any
+    array and layer. page_limit: page ids are below this.
+    """
 
-    @property
-    def page_size(self) -> int: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def page_limit(self) -> int:
-        """Page ids are below this."""
-        ...
-
-    @property
-    def reachable(self) -> bool:
-        """Whether a CUDA kernel can use the addresses: device or pinned memory."""
-        ...
-
-    @property
-    def cuts(self) -> tuple[int, ...]:
-        """Addresses that no single copy by CUDA may go over."""
-        ...
-
-    @property
-    def cut_pages(self) -> frozenset[int]:
-        """Pages that begin at one of `cuts`, in any array and layer."""
-        ...
-
-    def planes(self) -> tuple[Plane, ...]:
-        """Where every array lies, as addresses."""
-        ...
-
-    def layer_views(self, array: int) -> list[torch.Tensor]:
-        """[L] of [P, S, H, D], zero copy; S is 1 in arrays with one row per page."""
-        ...
-
-    def stacked_view(self, array: int) -> torch.Tensor | None:
-        """[L, P, S, H, D], zero copy; None where the layers are separate allocations."""
-        ...
-
-
-class PlanePool:
-    """The part of a `Pool` that is the same for all: its arrays as planes and views, made once by `_keep`."""
-
+    shape: CacheShape
+    page_size: int
     device: torch.device
+    page_limit: int
     cuts: tuple[int, ...] = ()
     cut_pages: frozenset[int] = frozenset()
 
@@ -88,19 +51,23 @@ class PlanePool:
 
     @property
     def reachable(self) -> bool:
+        """Whether a CUDA kernel can use the addresses: device or pinned memory."""
         return self.device.type == "cuda"
 
     def planes(self) -> tuple[Plane, ...]:
+        """Where every array lies, as addresses."""
         return self._planes
 
     def layer_views(self, array: int) -> list[torch.Tensor]:
+        """[L] of [P, S, H, D], zero copy; S is 1 in arrays with one row per page."""
         return self._views[array]
 
     def stacked_view(self, array: int) -> torch.Tensor | None:
+        """[L, P, S, H, D], zero copy; None where the layers are separate allocations."""
         return self._stacked[array]
 
 
-class DevicePool(PlanePool):
+class DevicePool(Pool):
     """Paged KV on the compute device: one tensor [(num_pages + 1) * page_size, H, D] per layer and array.
 
     An array with one row per page has [num_pages + 1, H, D]. Pages 1..num_pages are handed out; page 0, so
@@ -124,7 +91,8 @@ class DevicePool(PlanePool):
     def _set(self, shape: CacheShape, page_size: int, arrays: list[list[torch.Tensor]]) -> None:
         self.shape = shape
         self.page_size = page_size
-        self.num_pages = arrays[0][0].shape[0] // shape.arrays[0].rows(page_size) - 1
+        self.page_limit = arrays[0][0].shape[0] // shape.arrays[0].rows(page_size)
+        self.num_pages = self.page_limit - 1
         self.device = arrays[0][0].device
         self.dtype = shape.dtype
         self.size = self.num_pages * page_size
@@ -227,22 +195,18 @@ class DevicePool(PlanePool):
         """Both getters at once."""
         return self.get_key_buffer(layer_id), self.get_value_buffer(layer_id)
 
-    @property
-    def page_limit(self) -> int:
-        return self.num_pages + 1
-
     def _wait(self, layer_id: int) -> None:
         if self._counter is not None:
             self._counter.wait_until(layer_id - self.start_layer)
 
 
-class LaidOutPool(PlanePool):
+class LaidOutPool(Pool):
     """Pages 0..num_pages-1 in one layout over one buffer uint8 [layout.num_bytes], on any device."""
 
     def __init__(self, shape: CacheShape, layout: Layout, page_size: int, buffer: torch.Tensor) -> None:
         self.layout = layout
         self.shape = shape
-        self.num_pages = layout.num_pages
+        self.num_pages = self.page_limit = layout.num_pages
         self.page_size = page_size
         self.device = buffer.device
         self.dtype = shape.dtype
@@ -262,10 +226,6 @@ class LaidOutPool(PlanePool):
     def size(self) -> int:
         """Tokens."""
         return self.num_pages * self.page_size
-
-    @property
-    def page_limit(self) -> int:
-        return self.num_pages
 
     def array(self, name: str) -> torch.Tensor:
         """The array called `name` in the layout's shape, zero copy; page_blob's interleave and have none."""

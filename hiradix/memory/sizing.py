@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from hiradix.config import DEFAULT_HICACHE_RATIO, GB
+from hiradix.config import DEFAULT_HICACHE_RATIO, GB, HiCacheConfig
 from hiradix.errors import ConfigError
 from hiradix.memory.host_memory import available_bytes
 from hiradix.memory.shape import CacheShape, page_bytes
@@ -16,19 +15,6 @@ logger = logging.getLogger(__name__)
 
 _MAX_RESERVE = 10 << 30  # left to everything else: 10 GiB, or a tenth of what is free where that is less
 _POOL_SHARE = 0.95
-
-
-class HostSizing(Protocol):
-    """The flags that size the host pool (`HiCacheConfig` has them): ratio None and size 0 mean not given."""
-
-    @property
-    def hicache_ratio(self) -> float | None: ...
-
-    @property
-    def hicache_size(self) -> float: ...
-
-    @property
-    def hicache_host_memory_fraction(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -54,7 +40,7 @@ class HostPlan:
 
 
 def size_host_pool(
-    shape: CacheShape, page_size: int, device_pages: int, config: HostSizing, num_ranks: int = 1
+    shape: CacheShape, page_size: int, device_pages: int, config: HiCacheConfig, num_ranks: int = 1
 ) -> int:
     """Pages of the host pool for one of `num_ranks` ranks on this machine now; see `plan_host_pool`."""
     plan = plan_host_pool(page_bytes(shape, page_size), device_pages, config, available_bytes(), num_ranks)
@@ -63,7 +49,7 @@ def size_host_pool(
 
 
 def size_host_pools(
-    page_bytes: Sequence[int], device_pages: Sequence[int], config: HostSizing, num_ranks: int = 1
+    page_bytes: Sequence[int], device_pages: Sequence[int], config: HiCacheConfig, num_ranks: int = 1
 ) -> list[int]:
     """Pages of several host pools that together are what `config` asks for, in the device pools' proportion.
 
@@ -77,7 +63,7 @@ def size_host_pools(
 
 
 def plan_host_pool(
-    page_bytes: int, device_pages: int, config: HostSizing, available: int, num_ranks: int = 1
+    page_bytes: int, device_pages: int, config: HiCacheConfig, available: int, num_ranks: int = 1
 ) -> HostPlan:
     """The host pool that `config` asks for, with `available` bytes free on a host of `num_ranks` ranks.
 

@@ -8,11 +8,11 @@ import torch
 
 from hiradix.errors import ConfigError, Misuse
 from hiradix.memory.layout import Plane
-from hiradix.memory.pools import LayerCounter, PlanePool, stacked
+from hiradix.memory.pools import LayerCounter, Pool, stacked
 from hiradix.memory.shape import WORDS, CacheShape
 
 
-class StridedPool(PlanePool):
+class StridedPool(Pool):
     """Pages that another allocator owns: per array and layer a view [P, S, H, D] of any strides, zero copy.
 
     arrays: one list of [L] views per array of `shape`, alike in all layers. Where a last axis is not

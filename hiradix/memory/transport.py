@@ -30,7 +30,10 @@ _GATHER_BYTES = 32 << 20
 
 
 class Transport(Protocol):
-    """name: "torch", "triton" or "dma". note: why it was chosen, for the start-up line."""
+    """The border to libraries that copy pages.
+
+    name: "torch", "triton" or "dma". note: why it was chosen, for the start-up line.
+    """
 
     name: str
     note: str

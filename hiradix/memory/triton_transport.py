@@ -25,7 +25,7 @@ _TO_HOST_PROGRAMS = 8
 
 @dataclass(frozen=True)
 class _Pair:
-    """How pages get from one pool to another: launches, and the arrays the kernel cannot move."""
+    """The copy plan from one pool to another: launches, and the arrays the kernel cannot move."""
 
     device: torch.device
     tables: tuple[Tables, ...]
@@ -88,7 +88,7 @@ def _make_pair(src: Pool, dst: Pool) -> _Pair:
 
 
 def _kernel_device(src: Pool, dst: Pool) -> torch.device:
-    """Where the kernel runs. It does not check addresses, so memory it cannot reach is refused here."""
+    """The kernel's device. It does not check addresses, so memory it cannot reach is refused here."""
     cuda = [pool.device for pool in (src, dst) if pool.device.type == "cuda"]
     if not cuda:
         if not INTERPRETED:

@@ -14,7 +14,8 @@ LogT = TypeVar("LogT", bound=UseLog)
 
 @runtime_checkable
 class LearningPolicy(Protocol):
-    """An order factory whose orders share what they learn from requests that have ended."""
+    """The border to policies that learn: an order factory whose orders share what they learn from
+    requests that have ended."""
 
     @property
     def learner(self) -> UseLog: ...

@@ -34,7 +34,7 @@ from hiradix.prefix_cache.records import (
     MatchResult,
     RequestLike,
 )
-from hiradix.prefix_cache.slots import Pages, PageSlots, RowCopies, SlotPages, pages_of, slots_of
+from hiradix.prefix_cache.slots import AllocatorPages, Pages, RowCopies, SlotTable, pages_of, slots_of
 from hiradix.prefix_cache.stats import stats_of
 from hiradix.transfer import HiCacheController, JobKind, LayerDoneCounter
 from hiradix.tree import BACKBONE, DEVICE, FULL, DeadLeaf, Lock, Node, RadixKey, RadixTree
@@ -58,7 +58,7 @@ class PrefixCache:
     page_size: int
     disable: bool
     device: Any
-    _pages: SlotPages
+    _pages: AllocatorPages
     _beside: AttentionKind | None
 
     def __init__(
@@ -89,7 +89,7 @@ class PrefixCache:
             self._attached = AttachedStorage(self.cache, storage_factory)
         self._counted: set[str] = set()  # running requests whose found prefix was counted as used
         self._copies = RowCopies()
-        self._slots = PageSlots(self._pages.num_pages, self.page_size, self.device)
+        self._slot_table = SlotTable(self._pages.num_pages, self.page_size, self.device)
         self._empty = torch.empty(0, dtype=torch.int64, device=self.device)
 
     def _make_cache(self, params: CacheInitParams, host: HostTier | None) -> HierarchicalCache:
@@ -125,7 +125,7 @@ class PrefixCache:
         if node is root:
             slots = self._empty
         elif is_known:
-            slots = self._slots.of_growing(self.tree.pages(node, DEVICE), key.bookmark)
+            slots = self._slot_table.of_growing(self.tree.pages(node, DEVICE), key.bookmark)
         else:
             slots = self.device_slots(node)
         found = MatchResult(slots, node, loadable, (loadable.end - node.end) * self.page_size)
@@ -147,7 +147,7 @@ class PrefixCache:
 
     def device_slots(self, node: Node, start: int = 0) -> torch.Tensor:
         """int64 [tokens]: the device slots of the path to `node`, from page `start` on. A fresh tensor."""
-        return self._slots.of(self.tree.pages(node, DEVICE, start))
+        return self._slot_table.of(self.tree.pages(node, DEVICE, start))
 
     def record(self, node: Node) -> int:
         """The device record of state at `node`, a boundary that is locked there; 0 at the root: no state."""

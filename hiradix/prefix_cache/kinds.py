@@ -24,7 +24,7 @@ from hiradix.prefix_cache.records import (
     SlotAllocatorLike,
     StatefulRequestLike,
 )
-from hiradix.prefix_cache.slots import Pages, SlotPages
+from hiradix.prefix_cache.slots import AllocatorPages, Pages
 from hiradix.prefix_cache.window_pages import FullPages, WindowPages
 from hiradix.tree import Component
 from hiradix.tree.node import NO_PAGES
@@ -32,12 +32,12 @@ from hiradix.tree.node import NO_PAGES
 _HYBRID_SURFACE = ("full_to_swa_index_mapping", "full_attn_allocator", "swa_attn_allocator", "free_swa")
 
 
-def full_pages(params: CacheInitParams) -> SlotPages:
+def full_pages(params: CacheInitParams) -> AllocatorPages:
     """The pages of full attention, where the allocator has slots of nothing else."""
     allocator, page_size = params.token_to_kv_pool_allocator, index(params.page_size)
     size = getattr(allocator, "size", None)
     num_slots = int(allocator.available_size() if size is None else size)
-    return SlotPages(allocator, page_size, -(-num_slots // page_size))
+    return AllocatorPages(allocator, page_size, -(-num_slots // page_size))
 
 
 class AttentionKind:
@@ -47,7 +47,7 @@ class AttentionKind:
     unit: how many tokens one of them counts as in sizes; 1, where sizes are in records.
     """
 
-    def __init__(self, component: Component, full: SlotPages, pages: PageSource, unit: int):
+    def __init__(self, component: Component, full: AllocatorPages, pages: PageSource, unit: int):
         self.component = component
         self.full = full
         self.pages = pages

@@ -51,7 +51,7 @@ def pages_of(slots: torch.Tensor, page_size: int, start: int = 0, stop: int | No
     return (first // page_size).astype(np.int32)
 
 
-class PageSlots:
+class SlotTable:
     """The slots of one pool's pages 0 .. num_pages; by numpy spread ahead, 8 bytes for each of its slots."""
 
     def __init__(self, num_pages: int, page_size: int, device: object = "cpu"):
@@ -97,7 +97,7 @@ class _Answer:
 
     __slots__ = ("source", "pages", "slots")
 
-    def __init__(self, source: PageSlots, pages: Pages, slots: torch.Tensor):
+    def __init__(self, source: SlotTable, pages: Pages, slots: torch.Tensor):
         self.source = source
         self.pages = pages
         self.slots = slots
@@ -118,7 +118,7 @@ class _Answer:
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class SlotPages:
+class AllocatorPages:
     """A foreign slot allocator as a source of pages. Uses page calls where the allocator has them.
 
     end_page: one more than its largest page id, as its first page may be kept back; None if it has no size.

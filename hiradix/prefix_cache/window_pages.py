@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from hiradix.prefix_cache.records import HybridAllocatorLike
-from hiradix.prefix_cache.slots import Pages, SlotPages, on_device, pages_of, slots_of
+from hiradix.prefix_cache.slots import AllocatorPages, Pages, on_device, pages_of, slots_of
 
 
-class FullPages(SlotPages):
+class FullPages(AllocatorPages):
     """The full pages. `free` takes along the window page beside one, if the map still names it."""
 
     def __init__(self, allocator: HybridAllocatorLike, page_size: int):

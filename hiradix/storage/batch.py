@@ -1,4 +1,4 @@
-"""What one call of a store is about: the keys of its pages, and what is known of them."""
+"""The batch of a storage call: the keys of its pages, with their chain, tenant, namespace and component."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Batch(tuple[str, ...]):
         extra_key: str | None = None,
         is_chain: bool = True,
     ) -> Batch:
-        """`keys` as one use, with what is known of it, as `ChainUse` has it; a batch stays what it is."""
+        """`keys` as one use; the further arguments are as `ChainUse` has them. A batch is returned unchanged."""
         if isinstance(keys, Batch):
             return keys
         own = tuple(keys)  # whatever the caller does with his lists meanwhile

@@ -33,7 +33,7 @@ from hiradix.storage.wrappers.wrap import coded
 
 
 class PageDifference(Protocol):
-    """What two pages differ in; as text, in what most."""
+    """The border to an engine's arithmetic: what two pages differ in; as text, in what most."""
 
     @property
     def is_same(self) -> bool: ...
@@ -126,7 +126,7 @@ def _part(
     all_pages: Sequence[ComponentPages],
     required: bool,
 ) -> _Part:
-    """What the store of one component is made from."""
+    """The arguments that the store of one component is made with."""
     if len(all_pages) > 1:
         further = ", ".join(other.fingerprint.component for other in all_pages[1:])
         share = _Share(pages.weight, sum(other.weight for other in all_pages), pages is all_pages[0], further)
@@ -139,7 +139,10 @@ def _part(
 
 @dataclass(frozen=True)
 class _Share:
-    """What one component gets of what is for all: `weight` parts of `total`. further: who else gets some."""
+    """One component's share of a size that is given for all: `weight` parts of `total`.
+
+    further: names of those beside the backbone.
+    """
 
     weight: int
     total: int

@@ -1,4 +1,4 @@
-"""What the bytes of a page mean. Pages of different fingerprints never meet."""
+"""Fingerprints: the model, shape and format that a page's bytes belong to. Different ones never meet."""
 
 from __future__ import annotations
 

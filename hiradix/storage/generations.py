@@ -1,4 +1,4 @@
-"""Whose pages a store has: told by what the weights do, not by what is said of them.
+"""Generations: pages in a store are attributed to a set of weights by comparing them, not by a model's name.
 
 Two models may claim one identity: names say little of weights. So a store holds *generations* of a
 fingerprint: each is what one set of weights computed, under a random label that is part of every page's name
@@ -18,7 +18,7 @@ it is put. A store that is read-only is compared likewise, and gets no generatio
 A record, or a generation's pages, may be evicted like any page: what is behind it is a miss then, never
 wrong. A record is a page with random numbers in front
 and zeros behind them; the label is their digest, so that there is nothing to parse. Adapters have
-generations of their own: their pages tell nothing of the model's, nor these of theirs.
+generations of their own: a comparison with one of their pages says nothing about the model's, nor the other way.
 
 All of it runs on the transfer workers, where pages are read and put, not on the scheduler's thread.
 """
@@ -38,7 +38,8 @@ from hiradix.storage.batch import Batch
 from hiradix.storage.components import ComponentPages, PageDifference
 from hiradix.storage.guard.breaker import Troubles
 from hiradix.storage.guard.calls import as_answered, has_failed
-from hiradix.storage.guard.stores import StoragePart, Stores
+from hiradix.storage.guard.joining import StoragePart
+from hiradix.storage.guard.stores import PageStore, Stores
 from hiradix.storage.opening import StoreSettings
 from hiradix.storage.protocol import Page
 from hiradix.storage.wrappers import quantise
@@ -413,7 +414,7 @@ class Generations(Stores):
         label, page = known or _label_of(record), self._record_page(record)
         self._put_witness(label)  # before others can find it
         free = [slot for slot in range(NUM_SLOTS) if slot not in scope.used_slots]
-        if not free:  # the oldest cannot be told: any
+        if not free:  # which is the oldest is not known: any
             free = [int.from_bytes(os.urandom(2), "big") % NUM_SLOTS]
             self.guards[0].delete([record_key(scope.name, free[0])])
         for slot in free:
@@ -438,7 +439,8 @@ class Generations(Stores):
         return memoryview(page)
 
     def _read_record(self, scope: _Scope, slot: int) -> bytes | None:
-        """The numbers of a slot's record; None where there is none, `_UNREAD` where that cannot be told."""
+        """The numbers of a slot's record; None where there is none, `_UNREAD` where a fault hides
+        whether there is one."""
         page, length = bytearray(self._components[0].page_bytes), _record_bytes(self._components[0])
         answer = self.guards[0].get([record_key(scope.name, slot)], [[memoryview(page)]])
         if not answer[0]:
@@ -448,7 +450,7 @@ class Generations(Stores):
 
 @dataclass(eq=False)
 class _Scope:
-    """What is known of the generations of one adapter, or of the model without any.
+    """The known generations of one adapter, or of the model without any.
 
     trusted: per component the labels to read, those that are put to first. records: of each label that was
     seen. is_due: the records are to be looked at; is_unread: as a fault kept them from being read;
@@ -479,7 +481,7 @@ class _Scope:
 
     @property
     def put_label(self) -> bytes | None:
-        """Where the backbone's pages go."""
+        """The label under which the backbone's pages are put."""
         return self.trusted[0][0] if self.trusted[0] else None
 
     @property
@@ -537,7 +539,7 @@ class _Scope:
         self._order()
 
 
-class _Part:
+class _Part(PageStore):
     """One component's store, by the names that trusted generations give its pages."""
 
     def __init__(self, whole: Generations, component: int, guard: StoragePart) -> None:
@@ -637,7 +639,7 @@ def _label_of(record: bytes) -> bytes:
 
 
 def _record_bytes(backbone: ComponentPages) -> int:
-    """How many bytes in front of a page are a record's numbers."""
+    """The length in bytes of a record's numbers, at the start of its page."""
     length, one = backbone.page_bytes, _NUMBER_ONE.get(backbone.elements, b"")
     return _BITS * len(one) if one and length >= _BITS * len(one) else min(32, length)
 

@@ -1,4 +1,4 @@
-"""What fingerprints stand for, remembered on this host: a store keeps digests, people want to know why.
+"""Identities behind fingerprints, kept on this host: a store has digests only, and people want to know why.
 
 One small file per fingerprint in the user's cache folder, written when a store is opened. A help for people
 alone: nothing that is read from there decides whether a page is used.
@@ -26,7 +26,7 @@ _FILE = re.compile(_NAME.pattern + r"\.(json|\d+)")  # with a number: not writte
 
 
 def identities_folder() -> Path:
-    """Where they are remembered."""
+    """The folder of the identities."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hiradix" / "fingerprints"
 
 

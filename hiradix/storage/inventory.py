@@ -1,4 +1,4 @@
-"""What is in a store, whoever wrote it: for tools. Reading a page needs its name, fingerprint and length."""
+"""The pages in a store, whoever wrote them: for tools. Reading a page needs its name, fingerprint and length."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _is_disk(root: Path) -> bool:
 
 
 def _scan_disk(config: Mapping[str, Any]) -> Iterator[StoredPage]:
-    """What the log says, without its lock. Names that are no page hashes are kept as hashes: left out."""
+    """The pages in the log, read without its lock; keys that are no page hashes are left out."""
     from hiradix.storage.backends.disk.log import pages_in
 
     root = Path(str(config["disk_storage_path"])).expanduser()

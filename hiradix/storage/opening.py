@@ -11,18 +11,18 @@ from typing import Any
 from hiradix.errors import ConfigError, Unreachable
 from hiradix.settings import read, settings_of
 from hiradix.storage.guard.guard import GuardedStorage, GuardLimits
-from hiradix.storage.guard.joining import Joiner, JoiningStorage, JoinLimits, opened
+from hiradix.storage.guard.joining import Joiner, JoiningStorage, JoinLimits, StoragePart, opened
 from hiradix.storage.guard.not_joined import NotJoined
-from hiradix.storage.guard.stores import StoragePart, Stores
+from hiradix.storage.guard.stores import Stores
 from hiradix.storage.identities import remember
-from hiradix.storage.kit.call_threads import LEFT_BEHIND
+from hiradix.storage.kit.call_threads import ABANDONED
 from hiradix.storage.kit.options import CHECKSUM, flag
 from hiradix.storage.protocol import StorageBackend, StorageContext, Traits
 from hiradix.storage.registry import FLAG, create_storage_backend, load_storage_backend
 from hiradix.storage.wrappers.quota import with_quota
 from hiradix.storage.wrappers.wrap import WrapConfig, coded, inner_context, wrap
 
-MAX_LEFT_BEHIND = 64
+MAX_ABANDONED = 64
 """Threads in calls of closed stores: one that hangs and is attached again and again leaves more each time."""
 
 
@@ -87,7 +87,7 @@ def open_part(
     """As `open_storage`, with keys that are read: the context has the backend's own, and is `coded`."""
     if context.required:
         return open_guarded(name, context, settings, clock)
-    _check_left_behind(name)
+    _check_abandoned(name)
     found = opened(
         name, lambda: Stores([open_guarded(name, context, settings, clock)]), settings.join,
         declared_traits(name),
@@ -99,17 +99,17 @@ def open_guarded(
     name: str, context: StorageContext, settings: StoreSettings, clock: Callable[[], float]
 ) -> GuardedStorage:
     """The same at once, whatever the context says: Unreachable where the store does not answer."""
-    _check_left_behind(name)
+    _check_abandoned(name)
     backend = open_backend(name, context, settings.wraps)
     return GuardedStorage(backend, context.fingerprint, settings.guard, clock, name=name)
 
 
-def _check_left_behind(name: str) -> None:
-    left = LEFT_BEHIND.num_threads
-    if left >= MAX_LEFT_BEHIND:
+def _check_abandoned(name: str) -> None:
+    number = ABANDONED.num_threads
+    if number >= MAX_ABANDONED:
         raise ConfigError(
-            f"{FLAG} {name}: {left} threads are in calls of closed stores that have not ended; no store is "
-            f"opened until they are fewer than {MAX_LEFT_BEHIND}, or the process is started again"
+            f"{FLAG} {name}: {number} threads are in calls of closed stores that have not ended; no store is "
+            f"opened until they are fewer than {MAX_ABANDONED}, or the process is started again"
         )
 
 
@@ -133,6 +133,6 @@ def open_backend(name: str, context: StorageContext, wrappers: WrapConfig) -> St
 
 
 def declared_traits(name: str, ragged: bool = False) -> Traits:
-    """What the class of backend `name` says of all its objects; without that nothing but `ragged`."""
+    """The traits that the class of backend `name` declares for all its objects; else none but `ragged`."""
     found = vars(load_storage_backend(name)).get("traits")
     return found if isinstance(found, Traits) else Traits(ragged=ragged)

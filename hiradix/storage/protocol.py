@@ -1,4 +1,4 @@
-"""What a storage backend is: batches of pages under opaque string keys.
+"""The protocol of a storage backend: batches of pages under opaque string keys.
 
 Rules for every backend, held by `tests/contracts/storage.py`:
 1. A `True` from `get` means the buffer holds exactly the bytes once put under that key. All else is a miss.
@@ -76,7 +76,7 @@ def fits(num_bytes: int, page: Page, ragged: bool) -> bool:
 
 @dataclass(frozen=True)
 class Traits:
-    """What a backend does itself, so that the guard need not.
+    """Checks and limits that a backend takes care of itself, so that the guard need not.
 
     verifies: `get` checks identity and checksum of what it read. Otherwise the guard adds a seal to each
     page. namespaced: keys of different fingerprints cannot meet. Otherwise the guard puts the fingerprint in
@@ -106,7 +106,7 @@ class Traits:
 
 @dataclass(frozen=True)
 class StorageContext:
-    """What a backend is made from.
+    """The arguments a backend is made with.
 
     extra_config: the backend's keys of `--hicache-storage-backend-extra-config`.
     page_bytes: length of every page in bytes.
@@ -130,7 +130,8 @@ class StorageContext:
 
 
 class StorageBackend(Protocol):
-    """Base of backends; made as `cls(context)`. `register`, `ping`, `stats` and `traits` have defaults.
+    """The border to stores, and the base of backends; made as `cls(context)`. `register`, `ping`, `stats` and
+    `traits` have defaults.
 
     A batch is the sequence of its keys, and says what is known of them besides: see `Batch`.
 

@@ -97,7 +97,9 @@ def load_storage_backend(name: str) -> type[StorageBackend]:
         lacking = _lacking(found)
     except (Exception, SystemExit) as error:  # a module may do anything, above all where a library is missing
         hint = f"; install it with: {spec.install}" if spec.install else ""
-        raise ConfigError(f"{FLAG} {name}: cannot import {module_name}: {_told(error)}{hint}") from error
+        raise ConfigError(
+            f"{FLAG} {name}: cannot import {module_name}: {_import_failure(error)}{hint}"
+        ) from error
     if found is None:
         raise ConfigError(f"{FLAG} {name}: no class {attribute} in module {module_name}")
     if not callable(found) or lacking:
@@ -111,7 +113,8 @@ def _lacking(found: object) -> list[str]:
     return [call for call in CALLS if not callable(getattr(found, call, None))]
 
 
-def _told(error: BaseException) -> str:
+def _import_failure(error: BaseException) -> str:
+    """As text; of an error that is no ImportError with its type."""
     return str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
 
 

@@ -133,7 +133,7 @@ class HiCacheController:
         self.layer_done_counter = gate = LayerDoneCounter(
             1 + max(layer for pair in pairs for layer in pair.model_layers),
             limits.num_load_slots,
-            waiter=self._driver,
+            driver=self._driver,
             timeout_s=limits.gate_timeout_s,
             wait_event=self._streams.wait_event,
         )

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Protocol
 
+from hiradix.transfer.worker import Worker
 from hiradix.tree.native import mypyc_attr
 
 BUSY_POLL_S = 500e-6  # a scheduler that asks again sooner than that computes nothing in between
@@ -20,38 +20,39 @@ BREATH_S = 200e-6  # what it then leaves to the workers: they need the interpret
 IDLE_CHECK_S = 1.0  # how often an idle thread looks for work, and whether its controller still exists
 
 
-class Steppable(Protocol):
-    """A worker: one `step` does one bounded piece of work and says whether there was any."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def has_work(self) -> bool: ...
-
-    def step(self) -> bool: ...
-
-
-class Driver(Protocol):
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Driver:
     """Runs workers, and lets the scheduler thread wait for what they do."""
 
-    def wake(self, worker: Steppable, follower: Steppable | None = None, /) -> None: ...
+    def wake(self, worker: Worker, follower: Worker | None = None) -> None:
+        """There may be work for `worker`; and for `follower`, which is woken after the worker's next step."""
+        raise NotImplementedError
 
-    def announce(self, worker: Steppable, /) -> None: ...
+    def announce(self, worker: Worker) -> None:
+        """There is work for `worker` that may wait for its next `wake`, or for `IDLE_CHECK_S`."""
+        raise NotImplementedError
 
-    def stop(self, worker: Steppable, timeout_s: float, /) -> bool: ...
+    def stop(self, worker: Worker, timeout_s: float) -> bool:
+        """Run the worker no more; False if it is still inside a step at the deadline."""
+        raise NotImplementedError
 
-    def wait_for(self, predicate: Callable[[], bool], timeout_s: float, /) -> bool: ...
+    def wait_for(self, predicate: Callable[[], bool], timeout_s: float) -> bool:
+        """Block until `predicate` holds (checked after each `notify`) or the deadline; its last value."""
+        raise NotImplementedError
 
-    def notify(self) -> None: ...
+    def notify(self) -> None:
+        """Something changed that somebody may wait for."""
+        raise NotImplementedError
 
-    def let_run(self, has_news: Callable[[], bool], /) -> None: ...
+    def let_run(self, has_news: Callable[[], bool]) -> None:
+        """The scheduler found no result of jobs under way: if it does nothing but ask, let workers go on."""
+        raise NotImplementedError
 
 
 class _WorkerThread:
     """One daemon thread. It holds its worker weakly, so a forgotten controller ends its threads."""
 
-    def __init__(self, worker: Steppable):
+    def __init__(self, worker: Worker):
         self.worker = weakref.ref(worker)
         self._work: SimpleQueue[None] = SimpleQueue()  # holds something: there may be work
         self._followers: deque[_WorkerThread] = deque()  # to be woken from here
@@ -90,7 +91,7 @@ class _WorkerThread:
         while self._followers:
             self._followers.popleft().wake()
 
-    def _step(self, worker: Steppable) -> bool:
+    def _step(self, worker: Worker) -> bool:
         try:
             return worker.step()
         except BaseException:  # the thread is ours and must outlive whatever a backend raises
@@ -99,7 +100,7 @@ class _WorkerThread:
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class ThreadDriver:
+class ThreadDriver(Driver):
     """One daemon thread per worker, started with its first job."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -114,18 +115,18 @@ class ThreadDriver:
         """Exceptions that reached a thread's loop; the loops went on."""
         return sum(t.num_loop_errors for t in self._threads.values())
 
-    def wake(self, worker: Steppable, follower: Steppable | None = None) -> None:
+    def wake(self, worker: Worker, follower: Worker | None = None) -> None:
         """There may be work for `worker`; and for `follower`, which the worker's thread wakes after its next
         step: to wake a thread that sleeps takes several microseconds. Scheduler thread only."""
         self._thread_of(worker).wake(None if follower is None else self._thread_of(follower))
 
-    def announce(self, worker: Steppable) -> None:
+    def announce(self, worker: Worker) -> None:
         """There is work for `worker` that may wait for its next `wake`, or for `IDLE_CHECK_S`."""
         thread = self._threads.get(id(worker))
         if thread is None or thread.worker() is not worker:
             self.wake(worker)
 
-    def _thread_of(self, worker: Steppable) -> _WorkerThread:
+    def _thread_of(self, worker: Worker) -> _WorkerThread:
         """The worker's thread, started now if it has none."""
         thread = self._threads.get(id(worker))
         if thread is None or thread.worker() is not worker:
@@ -135,7 +136,7 @@ class ThreadDriver:
             self._threads[id(worker)] = thread = _WorkerThread(worker)
         return thread
 
-    def stop(self, worker: Steppable, timeout_s: float) -> bool:
+    def stop(self, worker: Worker, timeout_s: float) -> bool:
         """End the worker's thread; False if it is still inside a step at the deadline."""
         thread = self._threads.get(id(worker))
         return thread is None or thread.worker() is not worker or thread.stop(timeout_s)
@@ -167,7 +168,7 @@ class ThreadDriver:
         self._asked_s = self._clock()
 
 
-class StepDriver:
+class StepDriver(Driver):
     """Runs workers one step at a time in one thread; the seed chooses who is next and how long it takes.
 
     It is also the clock: `now()` is virtual seconds and moves only with steps and waits. As threads do, a
@@ -178,9 +179,9 @@ class StepDriver:
     def __init__(self, seed: int = 0, max_step_s: float = 0.01):
         self._random = random.Random(seed)
         self._max_step_s = max_step_s
-        self._workers: dict[str, Steppable] = {}
+        self._workers: dict[str, Worker] = {}
         self._alarms: dict[str, float] = {}  # of workers that sleep: when they look round
-        self._followers: dict[str, list[Steppable]] = {}
+        self._followers: dict[str, list[Worker]] = {}
         self._now_s = 0.0
         self.num_overslept = 0
         self.held: set[str] = set()  # names of workers that make no progress: a hang
@@ -192,19 +193,19 @@ class StepDriver:
         """Let virtual time pass: what somebody else than a worker takes."""
         self._now_s += seconds
 
-    def wake(self, worker: Steppable, follower: Steppable | None = None) -> None:
+    def wake(self, worker: Worker, follower: Worker | None = None) -> None:
         self._workers[worker.name] = worker
         self._alarms.pop(worker.name, None)
         if follower is not None:
             self._followers.setdefault(worker.name, []).append(follower)
 
-    def announce(self, worker: Steppable) -> None:
+    def announce(self, worker: Worker) -> None:
         if worker.name not in self._workers:
             self.wake(worker)
         elif self._alarms.get(worker.name, math.inf) <= self._now_s:
             self._alarms[worker.name] = self._now_s + IDLE_CHECK_S
 
-    def stop(self, worker: Steppable, timeout_s: float) -> bool:
+    def stop(self, worker: Worker, timeout_s: float) -> bool:
         """Forget the worker; False, after the virtual deadline, if it is held with work in hand."""
         if worker.name in self.held and worker.has_work:
             self._now_s += timeout_s
@@ -225,7 +226,7 @@ class StepDriver:
         self._fall_asleep()
         return done
 
-    def _ready(self) -> list[Steppable]:
+    def _ready(self) -> list[Worker]:
         """Who is awake and has work."""
         self._fall_asleep()
         return [worker for name, worker in self._with_work() if name not in self._alarms]
@@ -236,7 +237,7 @@ class StepDriver:
                 self._alarms[name] = self._now_s + IDLE_CHECK_S
                 self._wake_followers(name)
 
-    def _with_work(self) -> list[tuple[str, Steppable]]:
+    def _with_work(self) -> list[tuple[str, Worker]]:
         return [(n, w) for n, w in sorted(self._workers.items()) if n not in self.held and w.has_work]
 
     def _wake_followers(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""The border between `hiradix.cache`, which decides what storage is asked for, and what carries that out.
+"""The border between the planner (`hiradix.cache`), which orders storage jobs, and what executes them.
 
 There are two executors: `HiCacheController`, with worker threads of this process, and `StepExecutor`, with
 worker processes, whose outcomes come back a step later. Both hand out tickets and answer each with one

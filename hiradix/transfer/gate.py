@@ -14,23 +14,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from hiradix.errors import CacheError, Misuse
+from hiradix.transfer.drivers import Driver, ThreadDriver
 
 MAX_REMEMBERED_FAILURES = 1024
 
 
 class LoadFailed(CacheError):
     """Pages that a forward pass waits for did not arrive: their requests must not use them."""
-
-
-class Waiter(Protocol):
-    """How a thread waits for another one (threads), or makes it run (simulation)."""
-
-    def wait_for(self, predicate: Callable[[], bool], timeout_s: float, /) -> bool: ...
-
-    def notify(self) -> None: ...
 
 
 class _BatchProgress:
@@ -56,19 +49,15 @@ class LayerDoneCounter:
         num_layers: int,
         num_slots: int = 3,
         *,
-        waiter: Waiter | None = None,
+        driver: Driver | None = None,
         timeout_s: float = 30.0,
         wait_event: Callable[[Any], None] = lambda event: event.wait(),
     ):
-        if waiter is None:
-            from hiradix.transfer.drivers import ThreadDriver
-
-            waiter = ThreadDriver()
         self.num_layers = num_layers
         self.num_slots = num_slots
         self.timeout_s = timeout_s
         self._wait_event = wait_event
-        self._waiter = waiter
+        self._driver = ThreadDriver() if driver is None else driver
         self._slots: list[_BatchProgress | None] = [None] * num_slots
         self._failures: OrderedDict[int, str] = OrderedDict()
         self._given_up: OrderedDict[int, str] = OrderedDict()
@@ -86,7 +75,7 @@ class LayerDoneCounter:
         index = self._next
         self._next += 1
         slot = index % self.num_slots
-        if self._is_free(slot) or self._waiter.wait_for(lambda: self._is_free(slot), self.timeout_s):
+        if self._is_free(slot) or self._driver.wait_for(lambda: self._is_free(slot), self.timeout_s):
             self._slots[slot] = _BatchProgress(index, self.num_layers)
         else:
             _remember(self._failures, index, f"no load slot came free within {self.timeout_s} s")
@@ -104,7 +93,7 @@ class LayerDoneCounter:
             raise Misuse(f"batch {index}: layer {layer} after {batch.layers_done} layers")
         batch.events[layer] = event
         batch.layers_done = layer + 1
-        self._waiter.notify()
+        self._driver.notify()
 
     def end(self, index: int, error: str | None = None) -> None:
         """All copies of the batch have ended, on the device too; its slot may be used again."""
@@ -116,7 +105,7 @@ class LayerDoneCounter:
             batch.error = error
             _remember(self._failures, index, error)
         batch.ended = True
-        self._waiter.notify()
+        self._driver.notify()
 
     # -- consumer -----------------------------------------------------------------------
 
@@ -169,7 +158,7 @@ class LayerDoneCounter:
             self._raise_if_failed(index)
             return
         ready = batch.error is not None or batch.layers_done > layer
-        if not ready and not self._waiter.wait_for(
+        if not ready and not self._driver.wait_for(
             lambda: batch.error is not None or batch.layers_done > layer, self.timeout_s
         ):
             text = f"layer {layer} did not arrive within {self.timeout_s} s"

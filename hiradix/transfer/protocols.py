@@ -13,7 +13,8 @@ Clock = Callable[[], float]
 
 
 class PageSource(Protocol):
-    """A pool's free pages. Satisfied by `memory.PageAllocator` and by adapters over foreign allocators."""
+    """The border to an engine's allocator: a pool's free pages. Satisfied by
+    `memory.PageAllocator` and by adapters over foreign allocators."""
 
     @property
     def num_pages(self) -> int: ...

@@ -97,7 +97,7 @@ NO_JOBS = StepJobs()
 
 
 class Quorum:
-    """Outcomes that not all workers have told yet."""
+    """Outcomes that not all workers have reported yet."""
 
     def __init__(self, num_workers: int):
         self._num_workers = num_workers

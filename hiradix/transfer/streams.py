@@ -4,45 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 from hiradix.transfer.jobs import JobKind
 
 
-class Streams(Protocol):
-    """One copy stream per direction. `mark` is called on the scheduler thread, the rest on a worker."""
+class Streams:
+    """One copy stream per direction. `mark` is called on the scheduler thread, the rest on a worker.
 
-    def mark(self) -> object: ...
-
-    def copying(self, kind: JobKind, after: object, /) -> AbstractContextManager[None]: ...
-
-    def record(self, kind: JobKind, /) -> object: ...
-
-    def drain(self, kind: JobKind, /) -> None: ...
-
-    def wait_event(self, event: Any, /) -> None: ...
-
-
-class HostStreams:
-    """CPU pools: a copy has ended when its call returns."""
+    These are for pools on a CPU, where a copy has ended when its call returns.
+    """
 
     def mark(self) -> object:
+        """An event after everything the calling thread has given to its current stream."""
         return None
 
     def copying(self, kind: JobKind, after: object) -> AbstractContextManager[None]:
+        """Run the body on the direction's stream, ordered behind `after`."""
         return nullcontext()
 
     def record(self, kind: JobKind) -> object:
+        """An event after all copies launched so far."""
         return None
 
     def drain(self, kind: JobKind) -> None:
-        """Nothing is under way."""
+        """Return when all launched copies have ended."""
 
     def wait_event(self, event: Any) -> None:
-        """There are no events."""
+        """Order the calling thread's current stream behind `event`."""
 
 
-class CudaStreams:
+class CudaStreams(Streams):
     """CUDA: copies run on a stream per direction, behind the compute stream's work at submission.
 
     device: without an index, the one that is current here. Each thread has a current device of its own, which
@@ -92,4 +84,4 @@ class CudaStreams:
 
 def make_streams(device: Any) -> Streams:
     """Streams for a pool on `device` (a torch device or its name)."""
-    return CudaStreams(device) if str(device).startswith("cuda") else HostStreams()
+    return CudaStreams(device) if str(device).startswith("cuda") else Streams()

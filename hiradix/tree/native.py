@@ -1,4 +1,4 @@
-"""What the tree has Python run as it is: what mypyc is told of a class that it compiles (see setup.py; run by
+"""Parts of the tree that stay interpreted: hints to mypyc about a class that it compiles (see setup.py; run by
 Python it means nothing), which form of a module there is, and an object with an end."""
 
 from __future__ import annotations

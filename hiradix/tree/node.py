@@ -70,7 +70,7 @@ AS_INSERTED = Granularity(sys.maxsize, sys.maxsize, False)  # never merged; leav
 
 @dataclass(frozen=True)
 class Rules:
-    """What a tree does beyond what it is asked for."""
+    """Settings of a tree: how finely it is split, and what becomes of leaves without use."""
 
     granularity: Granularity = Granularity()
     dead_leaf: DeadLeaf = DeadLeaf.KEEP

@@ -26,7 +26,8 @@ class OrderContext:
 
 
 class EvictionOrder(Protocol):
-    """The order of one (component, tier). Deterministic: equal calls give equal victims.
+    """The border to eviction policies: the order of one (component, tier). Deterministic: equal calls give equal
+    victims.
 
     It may say `path_moves_once = True`: after a path was `touched`, to do so with its upper part alone, with
     nothing in between, changes nothing. Then it is not done. One that learns as it is asked for victims has a

@@ -38,7 +38,8 @@ MOST_PLACES: Final = 1 << 31  # page ids are int32
 
 
 class Watch(Protocol):
-    """Hears of the backbone's pages, as soon as the tree has them or has them no more. One thread, no errors.
+    """The border to event streams: hears of the backbone's pages, as soon as the tree has them or has them no
+    more. One thread, no errors.
 
     Splits and merges move no page, so they are not told; `Node.chain` is the observer's own, and both halves
     of a split have it.

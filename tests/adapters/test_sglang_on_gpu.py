@@ -14,7 +14,7 @@ from hiradix.adapters.sglang import cache_factory
 from hiradix.adapters.sglang.engine_views import AllocatorPort
 from hiradix.errors import ConfigError
 from hiradix.prefix_cache import ModelIdentity
-from hiradix.prefix_cache.slots import PageSlots
+from hiradix.prefix_cache.slots import SlotTable
 
 PAGES, SIZE, HEADS, KEY, VALUE, LAYERS = 5, 4, 2, 8, 6, 3
 
@@ -149,7 +149,7 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, str, bool]]:
 def test_slots_go_to_a_gpu_without_waiting_for_it(
     pages: list[int], uploads: list[tuple[bool, str, bool]]
 ) -> None:
-    slots = PageSlots(200, 64, "cuda").of(np.array(pages, np.int32))
+    slots = SlotTable(200, 64, "cuda").of(np.array(pages, np.int32))
     assert uploads == [(True, "cuda", True)]
     assert slots[:65].tolist() == [*range(pages[0] * 64, pages[0] * 64 + 64), pages[1] * 64]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hiradix.cache.storage_backup import OFFER_AGAIN_USES
-from hiradix.tree import RadixKey, Tier
+from hiradix.tree import Lock, RadixKey, Tier
 from tests.cache.world import PAGE_SIZE, Setup, World
 
 
@@ -286,14 +286,18 @@ def test_a_reset_leaves_a_hanging_store_its_pages_until_it_ends() -> None:
     world.assert_drained()
 
 
+def loading(world: World) -> Lock:
+    """Three pages that were evicted are about to be loaded; the lock of who waits for them."""
+    serve(world, key(3))
+    world.cache.evict(12)
+    assert world.cache.load_back(world.cache.match(key(3))) == 3
+    return world.cache.tree.lock(world.cache.match(key(3)).device_node, Tier.DEVICE)
+
+
 def test_no_insert_lands_on_the_pages_of_a_failed_load() -> None:
     """Row 22: the prefix that a failed load promised is not what the next owner gets."""
     world = World(Setup(device_pages=12, host_pages=20), 1)
-    serve(world, key(3))
-    world.cache.evict(12)
-    cache, tree = world.cache, world.cache.tree
-    assert cache.load_back(cache.match(key(3))) == 3
-    held = tree.lock(cache.match(key(3)).device_node, Tier.DEVICE)
+    cache, tree, held = world.cache, world.cache.tree, loading(world)
     world.transport.faults = 1.0
     cache.start_loading()
     world.driver.run()
@@ -317,11 +321,7 @@ def test_no_insert_lands_on_the_pages_of_a_failed_load() -> None:
 def test_the_gate_tells_of_a_load_that_failed_before_it_was_asked() -> None:
     """A request admitted with a load, then a wait for copies in the same plan: the pass must not run."""
     world = World(Setup(device_pages=12, host_pages=20), 1)
-    serve(world, key(3))
-    world.cache.evict(12)
-    cache, tree = world.cache, world.cache.tree
-    assert cache.load_back(cache.match(key(3))) == 3
-    held = tree.lock(cache.match(key(3)).device_node, Tier.DEVICE)
+    cache, tree, held = world.cache, world.cache.tree, loading(world)
     world.transport.faults = 1.0
     slot = cache.start_loading()
     world.driver.run()
@@ -336,11 +336,7 @@ def test_the_gate_tells_of_a_load_that_failed_before_it_was_asked() -> None:
 
 def test_making_room_starts_no_load_of_the_plan_under_way() -> None:
     world = World(Setup(device_pages=8, host_pages=20), 1)
-    serve(world, key(3))
-    world.cache.evict(12)
-    cache, tree = world.cache, world.cache.tree
-    assert cache.load_back(cache.match(key(3))) == 3
-    held = tree.lock(cache.match(key(3)).device_node, Tier.DEVICE)
+    cache, tree, held = world.cache, world.cache.tree, loading(world)
     busy = cache.insert(key(5, tail=1), world.device.alloc(5))
     cache.evict(4)
     assert len(cache._load_back._queued) == 1

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from hiradix.cache import HierarchicalCache, HostTier
-from hiradix.memory import DevicePool, HostPool, KVShape, PageAllocator, make_transport
+from hiradix.memory import DevicePool, HostPool, KVShape, make_transport
 from hiradix.policy.eviction import make_order
 from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy
 from hiradix.policy.write_policy import WritePolicy
@@ -23,7 +22,7 @@ from hiradix.storage import StorageBackend, Traits
 from hiradix.transfer import HiCacheController, Runtime, StepDriver
 from hiradix.tree import Lock, RadixKey, RadixTree, Tier
 from hiradix.tree.hashing import hash_pages
-from tests.transfer.doubles import guarded, loads_came
+from tests.transfer.doubles import PoisonedPages, guarded, loads_came
 
 PAGE_SIZE = 2
 LAYERS = 2
@@ -142,19 +141,6 @@ class Running:
     key: RadixKey
     lock: Lock
     num_computed: int
-
-
-class PoisonedPages(PageAllocator):
-    """Overwrites what is freed, so that whoever still reads it is found out (known-bugs row 9)."""
-
-    def __init__(self, num_pages: int, poison: Callable[[int], None], first_page: int = 0):
-        super().__init__(num_pages, first_page)
-        self._poison = poison
-
-    def free(self, pages):
-        super().free(pages)
-        for page in np.asarray(pages).tolist():
-            self._poison(page)
 
 
 class World:

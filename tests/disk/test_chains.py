@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hiradix.apps.storage_tools import main
 from hiradix.storage import Batch
 from hiradix.storage.backends.disk import DiskBackend
-from hiradix.storage.backends.disk.chains import Linked, Waiting, coldest, link
+from hiradix.storage.backends.disk.chains import Waiting, coldest, link
 from hiradix.storage.backends.disk.record import Name
 from hiradix.storage.batch import ChainUse
 from tests.contracts.storage import OTHER, blank, hits, keys_of, put
@@ -197,7 +197,7 @@ class Pages:
     """A shelf, used as the backend does."""
 
     def __init__(self) -> None:
-        self.pages: OrderedDict[Name, Linked] = OrderedDict()
+        self.pages: OrderedDict[Name, Any] = OrderedDict()
         self.waiting, self.now_ns = Waiting(), 1000
 
     def use(self, names: Sequence[str], fronts: dict[str, str]) -> None:

@@ -18,7 +18,7 @@ from hiradix.policy.no_regret import NoRegret
 from hiradix.policy.prices import Prices
 from hiradix.prefix_cache import CacheInitParams, RadixCache
 from tests.seeds import seeded, seeds
-from tests.simulation.memory import DeviceAllocator, DevicePages, Streams
+from tests.simulation.memory import DeviceAllocator, DevicePages, SimStreams
 
 PAGE = 4
 TOKEN_S = 0.01
@@ -50,7 +50,7 @@ class Server:
     def __post_init__(self) -> None:
         num_tokens = self.num_pages * PAGE
         pool = DevicePages(self.num_pages, PAGE)
-        allocator = DeviceAllocator(pool, num_tokens, Streams(False), lambda: False)
+        allocator = DeviceAllocator(pool, num_tokens, SimStreams(False), lambda: False)
         rows = ReqToTokenPool(self.max_running, num_tokens)
         self.cache = RadixCache(CacheInitParams(False, rows, allocator, PAGE))
         gate = NoRegret()

@@ -27,8 +27,7 @@ from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy
 from hiradix.policy.write_policy import WritePolicy
 from hiradix.transfer import HiCacheController, Runtime, StepDriver, TransferLimits
 from hiradix.tree import DEVICE, HOST, Lock, RadixKey, RadixTree
-from tests.cache.world import PoisonedPages
-from tests.transfer.doubles import loads_came
+from tests.transfer.doubles import PoisonedPages, loads_came
 from tests.vllm_roles.mini_vllm import (
     DIM,
     HEADS,

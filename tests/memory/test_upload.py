@@ -13,7 +13,7 @@ import torch
 from hiradix.adapters.sglang.engine_views import AllocatorPort
 from hiradix.memory import SlotAllocator
 from hiradix.memory.upload import upload
-from hiradix.prefix_cache.slots import PageSlots, slots_of
+from hiradix.prefix_cache.slots import SlotTable, slots_of
 from hiradix.tree import ids
 
 CUDA = torch.device("cuda", 3)
@@ -54,7 +54,7 @@ def freed(device: torch.device) -> torch.Tensor:
         lambda device: upload(torch.arange(5), device),
         lambda device: slots_of(PAGES, 4, device),
         lambda device: slots_of(np.arange(3000, dtype=np.int32), 4, device),
-        lambda device: PageSlots(8, 4, device).of(PAGES),
+        lambda device: SlotTable(8, 4, device).of(PAGES),
         lambda device: SlotAllocator(64, 4, device).alloc(8),
         freed,
     ],

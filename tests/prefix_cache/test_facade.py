@@ -22,7 +22,7 @@ from hiradix.prefix_cache import (
     RadixKey,
     SWARadixCache,
 )
-from hiradix.prefix_cache.slots import MANY_SLOTS, PageSlots, RowCopies, pages_of, slots_of
+from hiradix.prefix_cache.slots import MANY_SLOTS, RowCopies, SlotTable, pages_of, slots_of
 from tests.prefix_cache.bench_engine import PATIENCE_S, Bench, Request, closed_after, prompt
 from tests.prefix_cache.swa_bench import SwaBench
 
@@ -384,7 +384,7 @@ def test_slots_of_many_pages_are_those_of_few(page_size: int) -> None:
     assert slots.dtype == torch.int64 and torch.equal(slots, torch.cat(parts))
     assert np.array_equal(pages_of(slots, page_size), pages)
     for num_pages in (20_000, 10):  # all of them, or fewer than the allocator has
-        assert torch.equal(PageSlots(num_pages, page_size).of(pages), slots)
+        assert torch.equal(SlotTable(num_pages, page_size).of(pages), slots)
 
 
 class ElsewhereTensor(torch.Tensor):

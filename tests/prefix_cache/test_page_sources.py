@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hiradix.memory import HybridSlotAllocator, SlotAllocator
-from hiradix.prefix_cache.slots import SlotPages, pages_of, slots_of
+from hiradix.prefix_cache.slots import AllocatorPages, pages_of, slots_of
 from hiradix.prefix_cache.window_pages import FullPages, WindowPages
 from tests.prefix_cache.bench_engine import ForeignAllocator
 from tests.prefix_cache.swa_bench import ForeignHybridAllocator
@@ -20,7 +20,7 @@ PAGE = 3
 @pytest.mark.parametrize("is_foreign", [False, True])
 def test_a_slot_allocator_gives_whole_pages_or_nothing(is_foreign: bool) -> None:
     allocator = ForeignAllocator(5, PAGE, None, seed=1) if is_foreign else SlotAllocator(5 * PAGE, PAGE)
-    pages = SlotPages(allocator, PAGE, 5)
+    pages = AllocatorPages(allocator, PAGE, 5)
     assert (pages.num_pages, pages.available) == (5, 5)
     assert pages.alloc(6) is None and pages.available == 5
     taken = pages.alloc(3)

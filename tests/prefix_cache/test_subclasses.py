@@ -20,7 +20,7 @@ from hiradix.prefix_cache import (
     RadixKey,
 )
 from hiradix.prefix_cache.records import RequestLike
-from hiradix.prefix_cache.slots import Pages, SlotPages
+from hiradix.prefix_cache.slots import AllocatorPages, Pages
 from hiradix.tree import Lock, Node
 from tests.prefix_cache.bench_engine import Request
 
@@ -88,7 +88,7 @@ def test_what_a_subclass_overrides_is_called() -> None:
 
 def test_an_allocator_of_ones_own_is_asked() -> None:
     allocator = OwnAllocator(16, 2)
-    pages = SlotPages(allocator, 2, 8).alloc(3)
+    pages = AllocatorPages(allocator, 2, 8).alloc(3)
     assert pages is not None and len(pages) == 3 and allocator.asked == [3]
 
 

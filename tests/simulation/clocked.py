@@ -32,7 +32,7 @@ from hiradix.prefix_cache import CacheInitParams, HiRadixCache
 from hiradix.storage import PageFingerprint
 from hiradix.storage.guard.guard import GuardedStorage, GuardLimits
 from hiradix.storage.guard.stores import Stores
-from hiradix.transfer import HiCacheController, Runtime, TransferLimits
+from hiradix.transfer import Driver, HiCacheController, Runtime, TransferLimits
 from tests.simulation.engine import Parts, SimEngine, SimRequest
 from tests.simulation.memory import (
     NUM_LAYERS,
@@ -40,7 +40,7 @@ from tests.simulation.memory import (
     DevicePages,
     HostAllocator,
     HostPages,
-    Streams,
+    SimStreams,
     Transport,
 )
 from tests.simulation.storage import SimBackend, SimLanes, Store, Weather
@@ -56,7 +56,7 @@ SETTLED = 25  # measurements after which those from before a change weigh nothin
 TOLERANCE = 1.02
 
 
-class ClockDriver:
+class ClockDriver(Driver):
     """Runs workers in the order of their own times. `now()` is that of whoever runs."""
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ class Tier:
         return self.fixed_s + num_pages * self.page_s
 
 
-class ClockStreams(Streams):
+class ClockStreams(SimStreams):
     """Copies are launched at once and seen by the compute stream when their time has come."""
 
     def __init__(self, driver: ClockDriver):
@@ -165,7 +165,7 @@ class ClockTransport(Transport):
     """Loads cost what the host tier says, a layer at a time. Writes are cheap: a device full of pages that
     are being written keeps everybody waiting, and no gate looks at that."""
 
-    def __init__(self, streams: Streams, driver: ClockDriver, tier: Tier):
+    def __init__(self, streams: SimStreams, driver: ClockDriver, tier: Tier):
         super().__init__(streams, lambda: False)
         self._driver, self._tier = driver, tier
 

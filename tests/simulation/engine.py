@@ -17,7 +17,7 @@ from hiradix.apps.engine.request import Request
 from hiradix.apps.engine.scheduler import ScheduledTokens, Scheduler
 from hiradix.prefix_cache import HiRadixCache
 from hiradix.transfer import LoadFailed, StepDriver
-from tests.simulation.memory import NUM_LAYERS, Broken, DevicePages, Streams
+from tests.simulation.memory import NUM_LAYERS, Broken, DevicePages, SimStreams
 
 MASK = (1 << 62) - 1
 VOCABULARY = 3
@@ -66,7 +66,7 @@ class Parts:
     """What a simulated engine runs on."""
 
     pool: DevicePages
-    streams: Streams
+    streams: SimStreams
     driver: StepDriver
     overlap: bool
 

@@ -154,7 +154,7 @@ class GrayLanes:
     def __init__(self, driver: ClockDriver, num_threads: int) -> None:
         self.driver, self._num_threads = driver, num_threads
         self.left: Counter[object] = Counter()
-        self.num_late = 0
+        self.num_ended_abandoned = 0
 
     @property
     def num_busy(self) -> int:
@@ -177,7 +177,7 @@ class GrayLanes:
             raise
 
     def heal(self) -> None:
-        self.num_late += self.left.total()
+        self.num_ended_abandoned += self.left.total()
         self.left.clear()
 
     def close(self) -> None:

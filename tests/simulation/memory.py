@@ -6,8 +6,6 @@ compute stream, as a real engine's would be. A copy that is not ordered behind i
 
 from __future__ import annotations
 
-import random
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ import numpy as np
 
 from hiradix.memory import PageAllocator, SlotAllocator
 from hiradix.transfer import JobKind
+from tests.transfer.doubles import LateStreams
 
 NUM_LAYERS = 2
 POISON = -7
@@ -60,36 +59,9 @@ class HostPages:
         return [memoryview(self.data[page].reshape(-1)).cast("B")]
 
 
-class Streams:
-    """The compute stream and one per direction. Work runs when somebody waits for it, or `advance` is called.
-
-    With `late` False everything runs at once, as on a CPU.
-    """
-
-    def __init__(self, late: bool):
-        self.late = late
-        self._queues: dict[Any, deque[Callable[[], None]]] = {
-            "compute": deque(),
-            JobKind.WRITE: deque(),
-            JobKind.LOAD: deque(),
-        }
-        self._num_added = dict.fromkeys(self._queues, 0)
-        self._num_run = dict.fromkeys(self._queues, 0)
-
-    def add(self, name: Any, work: Callable[[], None]) -> None:
-        if not self.late:
-            return work()
-        self._queues[name].append(work)
-        self._num_added[name] += 1
-
-    def compute(self, work: Callable[[], None]) -> None:
-        self.add("compute", work)
-
-    def _point(self, name: Any) -> tuple[Any, int]:
-        return name, self._num_added[name]
-
-    def mark(self) -> object:
-        return self._point("compute")
+class SimStreams(LateStreams):
+    """Waits of the engine's thread are work of its stream, as on a device. A late server's first copies may
+    wait for no forward pass."""
 
     @contextmanager
     def copying(self, kind: JobKind, after: object) -> Iterator[None]:
@@ -97,41 +69,14 @@ class Streams:
             self.add(kind, lambda: self.finish(after))
         yield
 
-    def record(self, kind: JobKind) -> object:
-        return self._point(kind)
-
-    def drain(self, kind: JobKind) -> None:
-        self.finish(self._point(kind))
-
     def wait_event(self, event: Any) -> None:
         self.add("compute", lambda: self.finish(event))
-
-    def finish(self, point: Any) -> None:
-        """Run a stream up to a point."""
-        name, count = point
-        while self._num_run[name] < count:
-            self.advance(name)
-
-    def advance(self, name: Any) -> bool:
-        queue = self._queues[name]
-        if not queue:
-            return False
-        self._num_run[name] += 1
-        queue.popleft()()
-        return True
-
-    def advance_any(self, rng: random.Random) -> bool:
-        return self.late and self.advance(rng.choice(list(self._queues)))
-
-    def synchronize(self) -> None:
-        while any(self.advance(name) for name in self._queues):
-            pass
 
 
 class Transport:
     """Copies pages on the current stream; `fails()` says whether a call raises half done."""
 
-    def __init__(self, streams: Streams, fails: Callable[[], bool]):
+    def __init__(self, streams: SimStreams, fails: Callable[[], bool]):
         self._streams = streams
         self._fails = fails
 
@@ -155,7 +100,7 @@ class Transport:
 class DeviceAllocator(SlotAllocator):
     """Poisons what is freed. `refuses()` makes page calls (load backs) fail, never the engine's."""
 
-    def __init__(self, pool: DevicePages, num_tokens: int, streams: Streams, refuses: Callable[[], bool]):
+    def __init__(self, pool: DevicePages, num_tokens: int, streams: SimStreams, refuses: Callable[[], bool]):
         super().__init__(num_tokens, pool.page_size, "cpu", pool)
         self._pool, self._streams, self._refuses = pool, streams, refuses
         self.pages.free = self._free_pages(self.pages.free)  # type: ignore[method-assign]

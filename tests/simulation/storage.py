@@ -159,7 +159,7 @@ class SimLanes:
     def __init__(self, driver: StepDriver, weather: Weather, num_threads: int = 2):
         self.driver, self.weather = driver, weather
         self.late: list[tuple[SimLane, Callable[[], Any]]] = []
-        self.num_late = 0
+        self.num_ended_abandoned = 0
         self._free = [SimLane(self) for _ in range(num_threads)]
         self._num_threads = num_threads
         self._closed = False
@@ -202,7 +202,7 @@ class SimLanes:
             raise
         except Exception:
             pass
-        self.num_late += 1
+        self.num_ended_abandoned += 1
         self._free.append(thread)
         return True
 

@@ -41,7 +41,7 @@ from hiradix.transfer import (
 from hiradix.tree import Tier
 from hiradix.tree.hashing import PageRows, hash_pages, namespace_seed
 from tests.simulation.engine import VOCABULARY, Parts, SimEngine, SimRequest
-from tests.simulation.memory import Broken, DeviceAllocator, DevicePages, HostAllocator, HostPages, Streams
+from tests.simulation.memory import Broken, DeviceAllocator, DevicePages, HostAllocator, HostPages, SimStreams
 from tests.simulation.memory import Transport as SimTransport
 from tests.simulation.storage import FAULTS, SimBackend, SimLanes, Store, Weather, guarded
 
@@ -120,7 +120,7 @@ class World:
 
     def _build(self) -> None:
         setup, size = self.setup, self.setup.page_size
-        self.streams = Streams(setup.late)
+        self.streams = SimStreams(setup.late)
         self.pool = DevicePages(setup.device_pages, size)
         self.host_pool = HostPages(setup.host_pages, size)
         self.allocator = DeviceAllocator(

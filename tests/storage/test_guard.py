@@ -790,7 +790,7 @@ def test_a_call_that_ends_as_it_is_left_counts_for_its_own_kind() -> None:
                 with pool.thread(30.0, kind="write"):
                     pass
                 raise
-        assert pool.num_busy == 0 and not any(pool._left.values())
+        assert pool.num_busy == 0 and not any(pool._abandoned.values())
     pool.close()
 
 

@@ -32,7 +32,7 @@ from hiradix.storage import (
 )
 from hiradix.storage.generations import COMPARED_PUTS, NUM_SLOTS, record_key
 from hiradix.storage.guard.joining import MAX_UNDER_WAY
-from hiradix.storage.kit.call_threads import LEFT_BEHIND
+from hiradix.storage.kit.call_threads import ABANDONED
 from hiradix.storage.kit.reach import is_unreachable
 from tests.contracts.storage import FINGERPRINT, OTHER, PAGE_BYTES, hits, keys_of, put
 from tests.storage.doubles import MemoryBackend
@@ -184,7 +184,7 @@ def test_what_is_refused_later_is_said_once_and_tried_on(
 
 def test_a_constructor_that_hangs_does_not_hold_the_start(down: World) -> None:
     down.fault, down.hold = None, threading.Event()
-    before = LEFT_BEHIND.num_threads
+    before = ABANDONED.num_threads
     with joining(join_timeout_s=0.01) as store:
         until(lambda: down.num_asked == MAX_UNDER_WAY)
         assert not any(hits(store, keys_of(1)))
@@ -192,20 +192,20 @@ def test_a_constructor_that_hangs_does_not_hold_the_start(down: World) -> None:
         until(lambda: store.is_joined)
         until(lambda: sum(not one.is_closed for one in down.made) == 1)
         assert all(put(store, keys_of(1)))
-    until(lambda: LEFT_BEHIND.num_threads == before)  # the attempt that nobody wanted is closed, then booked
+    until(lambda: ABANDONED.num_threads == before)  # the attempt that nobody wanted is closed, then booked
 
 
 def test_closing_ends_it_and_what_comes_later_is_closed(down: World) -> None:
     down.fault, down.hold = None, threading.Event()
-    before = LEFT_BEHIND.num_threads
+    before = ABANDONED.num_threads
     with joining(join_timeout_s=0.01) as store:
         until(lambda: down.num_asked >= 1)
-    assert LEFT_BEHIND.num_threads > before
+    assert ABANDONED.num_threads > before
     asked = down.num_asked
     assert not any(hits(store, keys_of(1))) and store.stats()["get_missed_closed"] == 1
     down.hold.set()
     until(lambda: len(down.made) == asked and all(one.is_closed for one in down.made))
-    until(lambda: LEFT_BEHIND.num_threads == before)
+    until(lambda: ABANDONED.num_threads == before)
     assert not store.is_joined and down.num_asked == asked
     assert not any(thread.name == "hiradix-storage-join" for thread in threading.enumerate())
 

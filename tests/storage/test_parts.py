@@ -247,10 +247,10 @@ class TestRegistry:
         register_storage_backend("hanging", f"{__name__}:Hanging")
         keys = {"deadline_s": 0.01, "num_workers": 1, "admin_timeout_s": 0.01}
         context = StorageContext(FINGERPRINT, keys, PAGE_BYTES)
-        left = call_threads.LeftBehind()  # other tests' threads do not count
+        left = call_threads.AbandonedThreads()  # other tests' threads do not count
         for module in (call_threads, opening):
-            monkeypatch.setattr(module, "LEFT_BEHIND", left)
-        monkeypatch.setattr(opening, "MAX_LEFT_BEHIND", 3)
+            monkeypatch.setattr(module, "ABANDONED", left)
+        monkeypatch.setattr(opening, "MAX_ABANDONED", 3)
         register_storage_backend("plugin", f"{__name__}:Plugin")
         idle = open_storage("plugin", CONTEXT)
         assert all(put(idle, keys_of(1)))

@@ -152,7 +152,7 @@ def test_memory_is_told_once_and_again_to_a_library_started_anew() -> None:
     memory.add(pool)
     memory.add(pool[1000:2000])
     assert library.known == [(address_of(pool), 8192)]
-    memory.tell_again()
+    memory.register_again()
     assert library.known == [(address_of(pool), 8192)] * 2
 
 

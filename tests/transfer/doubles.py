@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from hiradix.memory import PageAllocator
 from hiradix.storage import (
     BreakerLimits,
     GuardedStorage,
@@ -22,6 +25,7 @@ from hiradix.storage import (
 )
 from hiradix.storage.guard.breaker import NO_TROUBLES
 from hiradix.transfer import JobKind, LayerDoneCounter, LoadFailed, Runtime, TransferLimits
+from hiradix.transfer.streams import Streams
 from hiradix.tree.hashing import PageRows
 
 NUM_LAYERS = 4
@@ -76,35 +80,48 @@ class Transport:
             self.late.launch(copy)
 
 
-class LateStreams:
+class LateStreams(Streams):
     """A device whose streams run late: nothing happens before someone waits for it, or `advance` is called.
 
-    `compute` is the engine's stream; the controller has one per direction.
+    `compute` is the engine's stream; the controller has one per direction. A wait of the engine's thread runs
+    what it waits for. late: False has everything run at once, as on a CPU.
     """
 
-    def __init__(self) -> None:
-        self.queues: dict[Any, list[Callable[[], None]]] = {
-            "compute": [],
-            JobKind.WRITE: [],
-            JobKind.LOAD: [],
+    def __init__(self, late: bool = True) -> None:
+        self.late = late
+        self.current: Any = None  # the stream of copies that are launched now
+        self._queues: dict[Any, deque[Callable[[], None]]] = {
+            "compute": deque(),
+            JobKind.WRITE: deque(),
+            JobKind.LOAD: deque(),
         }
-        self.num_run = dict.fromkeys(self.queues, 0)
-        self.current: Any = None
+        self._num_added = dict.fromkeys(self._queues, 0)
+        self._num_run = dict.fromkeys(self._queues, 0)
+
+    def add(self, name: Any, work: Callable[[], None]) -> None:
+        """Give a stream its next piece of work."""
+        if not self.late:
+            return work()
+        self._queues[name].append(work)
+        self._num_added[name] += 1
 
     def compute(self, work: Callable[[], None]) -> None:
-        self.queues["compute"].append(work)
+        self.add("compute", work)
 
     def launch(self, copy: Callable[[], None]) -> None:
         assert self.current is not None, "a copy outside the copy streams"
-        self.queues[self.current].append(copy)
+        self.add(self.current, copy)
+
+    def _point(self, name: Any) -> tuple[Any, int]:
+        return name, self._num_added[name]
 
     def mark(self) -> object:
-        return "compute", len(self.queues["compute"])
+        return self._point("compute")
 
     @contextmanager
     def copying(self, kind: JobKind, after: object) -> Iterator[None]:
         assert after is not None, "a copy that waits for no forward pass"
-        self.queues[kind].append(lambda: self.wait_event(after))
+        self.add(kind, lambda: self.finish(after))
         self.current = kind
         try:
             yield
@@ -112,22 +129,48 @@ class LateStreams:
             self.current = None
 
     def record(self, kind: JobKind) -> object:
-        return kind, len(self.queues[kind])
+        return self._point(kind)
 
     def drain(self, kind: JobKind) -> None:
-        self.wait_event(self.record(kind))
+        self.finish(self._point(kind))
 
     def wait_event(self, event: Any) -> None:
-        name, count = event
-        while self.num_run[name] < count:
+        self.finish(event)
+
+    def finish(self, point: Any) -> None:
+        """Run a stream up to a point."""
+        name, count = point
+        while self._num_run[name] < count:
             self.advance(name)
 
-    def advance(self, name: Any) -> None:
-        """Let one stream do its next piece of work."""
-        at = self.num_run[name]
-        if at < len(self.queues[name]):
-            self.num_run[name] = at + 1
-            self.queues[name][at]()
+    def advance(self, name: Any) -> bool:
+        """Let one stream do its next piece of work; False if it has none."""
+        queue = self._queues[name]
+        if not queue:
+            return False
+        self._num_run[name] += 1
+        queue.popleft()()
+        return True
+
+    def advance_any(self, rng: random.Random) -> bool:
+        return self.late and self.advance(rng.choice(list(self._queues)))
+
+    def synchronize(self) -> None:
+        while any(self.advance(name) for name in self._queues):
+            pass
+
+
+class PoisonedPages(PageAllocator):
+    """Overwrites what is freed, so that whoever still reads it is found out (known-bugs row 9)."""
+
+    def __init__(self, num_pages: int, poison: Callable[[int], None], first_page: int = 0):
+        super().__init__(num_pages, first_page)
+        self._poison = poison
+
+    def free(self, pages: Any) -> None:
+        super().free(pages)
+        for page in np.asarray(pages).tolist():
+            self._poison(page)
 
 
 class StoreDouble:

@@ -9,6 +9,7 @@ import pytest
 
 from hiradix.transfer import drivers
 from hiradix.transfer.drivers import BREATH_S, BUSY_POLL_S, ThreadDriver
+from hiradix.transfer.worker import Worker
 from tests.transfer.rig import Rig
 
 
@@ -96,7 +97,7 @@ def test_only_a_poll_that_waits_for_jobs_lets_workers_run() -> None:
     assert rig.controller.poll() == [] and len(asked) == 1
 
 
-class OneStep:
+class OneStep(Worker):
     """A worker that has one step to do."""
 
     name, has_work = "one step", True

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from hiradix.transfer import LayerDoneCounter, LoadFailed
+from hiradix.transfer.drivers import Driver
 from hiradix.transfer.gate import MAX_REMEMBERED_FAILURES
 
 
@@ -19,7 +20,7 @@ class FakeEvent:
         self.num_waits += 1
 
 
-class FakeWaiter:
+class FakeDriver(Driver):
     """Waits by doing what is to happen meanwhile, and counts who is told."""
 
     def __init__(self, meanwhile: Callable[[], None] = lambda: None) -> None:
@@ -165,7 +166,7 @@ def test_engines_that_replay_a_whole_pass_see_whether_to_wait() -> None:
 
 def test_a_batch_waits_for_the_slot_it_shares() -> None:
     """A slot that comes free in time is one: the loads behind it are not failed."""
-    gate = LayerDoneCounter(1, num_slots=1, timeout_s=7.0, waiter=(waiter := FakeWaiter()))
+    gate = LayerDoneCounter(1, num_slots=1, timeout_s=7.0, driver=(waiter := FakeDriver()))
     first = gate.update_producer()
     waiter.meanwhile = lambda: finish(gate, first)
     second = gate.update_producer()
@@ -175,7 +176,7 @@ def test_a_batch_waits_for_the_slot_it_shares() -> None:
 
 
 def test_whoever_waits_is_told_of_each_layer_and_of_the_end() -> None:
-    gate = LayerDoneCounter(2, timeout_s=7.0, waiter=(waiter := FakeWaiter()))
+    gate = LayerDoneCounter(2, timeout_s=7.0, driver=(waiter := FakeDriver()))
     index = gate.update_producer()
     gate.layer_done(index, 0)
     assert waiter.num_told == 1

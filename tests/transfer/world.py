@@ -339,7 +339,7 @@ class World:
         for _ in range(self.random.randint(1, 12)):
             self.driver.step()
             if self.late is not None:
-                self.late.advance(self.random.choice(list(self.late.queues)))
+                self.late.advance_any(self.random)
 
     # -- what must hold --------------------------------------------------------------------
 

@@ -1,1 +1,1 @@
-"""What a request over HTTP may attach, and what each key can do."""
+"""Rules for attaching storage over HTTP, and the risk that each key carries."""

@@ -1,4 +1,4 @@
-"""What a request over HTTP may attach: a configuration prepared at start, by name, or what a rule permits.
+"""Attaching over HTTP: a configuration that was prepared at start, by name, or one that a rule permits.
 
 Whoever has the admin key is not the account that the server runs as. So over HTTP no file is read, no
 folder written, no host spoken to and no module imported but those that were named on the command line:
@@ -70,7 +70,7 @@ class AttachRefused(ConfigError):
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to open: a backend by its registered name, and its settings as text that names no file."""
+    """A store to open: a backend by its registered name, and its settings as text that names no file."""
 
     backend: str
     text: str | None = field(repr=False)
@@ -87,7 +87,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Rule:
-    """What one `--attach-allow` permits of one backend. hosts: a port of None is any."""
+    """The settings of one backend that one `--attach-allow` permits. hosts: a port of None is any."""
 
     backend: str
     folders: tuple[str, ...] = ()
@@ -150,11 +150,11 @@ def parse_prepared(flag: str, name: str, value: object) -> Prepared:
 
 
 def default_of(backend: str | None, extra: ExtraConfig) -> dict[str, Prepared]:
-    """What was attached at start, under its name; nothing where nothing was."""
+    """The store that was attached at start, under its name; empty where there was none."""
     if backend is None:
         return {}
-    told = ("backend", "hicache_storage_required", "storage_identity")  # `opening` has these
-    own = {key: value for key, value in vars(extra).items() if key not in told}
+    in_opening = ("backend", "hicache_storage_required", "storage_identity")
+    own = {key: value for key, value in vars(extra).items() if key not in in_opening}
     return {DEFAULT: Prepared(backend, MappingProxyType({**own, **extra.opening}))}
 
 
@@ -194,7 +194,7 @@ class AttachRules:
         return Wanted(found.backend, json.dumps(dict(found.keys), default=str), str(name))
 
     def wanted(self, backend: str, text: str | None) -> Wanted:
-        """What a request's backend and settings come to: a prepared configuration, where there are no
+        """The store that a request's backend and settings name: a prepared configuration, where there are no
         settings and `backend` is its name, or the default's backend; else what a rule permits. Raises
         AttachRefused."""
         text = (text or "").strip()
@@ -397,7 +397,7 @@ def _check_mooncake(rule: Rule, keys: Mapping[str, Any], before: str) -> None:
             _check_host(rule, before + name, pattern, text, None)
 
 
-# -- what is told to whom -----------------------------------------------------------------
+# -- answers over HTTP, and lines of the log ---------------------------------------------
 
 _OURS = re.compile(  # of fixed texts, and of what the request itself said
     r"Reject attach: scheduler is not idle\. #queue-req=\d+ #running-req=\d+"
@@ -428,7 +428,7 @@ _POLICY = re.compile(r"Invalid (hicache_\w+_policy): ")
 
 
 def over_http(message: str) -> str:
-    """What a client is told of an attach that failed with `message`: a setting or a step, and the kind of
+    """The answer to a client whose attach failed with `message`: a setting or a step, and the kind of
     failure.
 
     Made of fixed words alone, whatever the message has of files, of addresses and of other servers' answers.
@@ -440,9 +440,9 @@ def over_http(message: str) -> str:
     bad = _named(_BAD_VALUE, message)
     if bad:
         return f"{bad[-1]}: bad value; the server's log says more"
-    for told, pattern in _KINDS:
+    for kind, pattern in _KINDS:
         if pattern.search(message):
-            return f"{told}; the server's log says more"
+            return f"{kind}; the server's log says more"
     return f"{next(iter(_named(_KEY, message)), BACKEND)}: could not be used; the server's log says more"
 
 

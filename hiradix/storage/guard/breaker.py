@@ -25,7 +25,7 @@ Admission = NewType("Admission", int)
 
 
 class Troubles(NamedTuple):
-    """What a store's breakers have met since it was opened, for whoever measures its lookups and reads.
+    """Counts of a store's breakers since it was opened, for whoever measures its lookups and reads.
 
     changes: how often these were found to work no longer, to work again, or not to work yet.
     lookups, reads: how many of them failed.

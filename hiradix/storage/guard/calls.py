@@ -1,4 +1,4 @@
-"""What the guard hands around during one call: its pages, where it runs, and the answers it may give."""
+"""The parts of one guarded call: its pages, the thread it runs on, and the answers it may give."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class PageMove:
 
 
 class OtherKind(CallTimeout):
-    """What did not end in time is a call of another kind, made on this one's way: it says nothing of this."""
+    """A call of another kind, made on the way of this one, did not end in time: no failure of this kind."""
 
 
 @dataclass(slots=True)
@@ -113,7 +113,7 @@ class Session:
     clock: Callable[[], float]
     deadline: float
 
-    def left_s(self) -> float:
+    def remaining_s(self) -> float:
         """Seconds until the deadline; less than 0 behind it."""
         return self.deadline - self.clock()
 
@@ -151,7 +151,7 @@ class ThreadSession(Session):
             return value
 
         call = self.thread.start(work_and_more)
-        return lambda: cast(T, self.thread.finish(call, self.left_s()))
+        return lambda: cast(T, self.thread.finish(call, self.remaining_s()))
 
     def stage(self, moved: PageMove, chunk: range, extra_bytes: int, which: int = 0) -> list[memoryview]:
         """Staging memory for each page of the chunk, `extra_bytes` longer than the page.

@@ -40,6 +40,7 @@ from hiradix.storage.guard.calls import (
 )
 from hiradix.storage.guard.direct import DIRECT_PIECE_BYTES, DirectCalls
 from hiradix.storage.guard.staged import Staged, Work
+from hiradix.storage.guard.stores import PageStore
 from hiradix.storage.kit.call_threads import (
     CallThreadPool,
     CallTimeout,
@@ -60,7 +61,7 @@ SHORT_PIECE_BYTES = 1 << 20
 WIDE_PIECE_BYTES = 64 << 20
 """Most that `Traits.width` makes of a part."""
 DELETE_KEY_S = 0.001
-"""What a deletion may take for each key, beside the deadline."""
+"""Seconds that a deletion may take for each key, beside the deadline."""
 AWAITED = (Op.EXISTS, Op.GET)
 """Calls that requests wait for: one that takes most of its time is as bad as one that takes all of it."""
 _CLOSED = BreakerState.CLOSED
@@ -69,7 +70,7 @@ _NAMES = {Op.EXISTS: "lookups", Op.GET: "reads", Op.PUT: "writes", Op.DELETE: "d
 
 @dataclass(frozen=True)
 class GuardLimits:
-    """How far a backend is trusted.
+    """Limits of a call to a backend.
 
     deadline_s: longest wait of one call, plus one second for every `bytes_per_s` of its pages. A lookup or
     read that takes more than half of it, plus what its pages may take, counts as a failure; its answer is
@@ -129,7 +130,7 @@ class GuardLimits:
     )
 
 
-class GuardedStorage:
+class GuardedStorage(PageStore):
     """A backend that cannot hurt its caller. Keys are page hashes in hex; thread-safe. Owns the backend.
 
     Keys that are no `Batch` are taken for one use of a chain of which nothing else is known.
@@ -163,7 +164,7 @@ class GuardedStorage:
         self._meters = Meters()
         self._page_bytes = 0  # of a page that was read or stored here
         self._states = StoreStates(type(backend).__name__)
-        self._told: dict[tuple[int, int], bool] = {}  # of which memory, and whether it took that
+        self._registered: dict[tuple[int, int], bool] = {}  # by place and length: whether the backend took it
         self._backend_stats: Mapping[str, float] = {}
         self._closed = False
         self._ends_threads = True
@@ -286,9 +287,9 @@ class GuardedStorage:
     def register(self, memory: memoryview) -> bool:
         """Tell the backend of a host pool's memory, once: what came of it is remembered."""
         place = address_of(memory), memory.nbytes
-        if place not in self._told:
-            self._told[place] = self._admin("register", lambda: self._register(memory))
-        return self._told[place]
+        if place not in self._registered:
+            self._registered[place] = self._admin("register", lambda: self._register(memory))
+        return self._registered[place]
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Close the backend, waiting at most `timeout_s`; calls from now on are misses. Idempotent.
@@ -318,7 +319,7 @@ class GuardedStorage:
             **self._meters.snapshot(),
             **self.breakers.figures(),
             "workers_busy": self._threads.num_busy,
-            "late_answers": self._threads.num_late,
+            "late_answers": self._threads.num_ended_abandoned,
             "joined": 1.0,
             "read_only": float(self.is_read_only or self._backend_stats.get("read_only", 0)),
             **{f"backend_{name}": value for name, value in self._backend_stats.items()},
@@ -349,9 +350,9 @@ class GuardedStorage:
 
         reason, duration_s = self._call(op, batch, total_bytes, move)
         lost = moved.ok.count(False) - sum(moved.refused.values())
-        missed = (*moved.refused.items(), (reason or _UNTOLD[op], lost))
+        missed = (*moved.refused.items(), (reason or _UNEXPLAINED[op], lost))
         if not self._traits.verifies:
-            self._tell(moved)
+            self._log_damage(moved)
         num_done = moved.ok.count(True)
         if num_done < len(sizes):
             total_bytes = sum([size for size, ok in zip(sizes, moved.ok) if ok])
@@ -363,8 +364,8 @@ class GuardedStorage:
             reasons[reason] += lost
         return FlagsWithReason(moved.ok, reasons)
 
-    def _tell(self, moved: PageMove) -> None:
-        """Say that pages did not pass the checks here; a backend that verifies says so itself."""
+    def _log_damage(self, moved: PageMove) -> None:
+        """Log that pages did not pass the checks here, and the end of that: a backend that verifies does so."""
         bad = moved.refused.get(MissReason.DAMAGED, 0) + moved.refused.get(MissReason.FOREIGN, 0)
         if bad:
             self._states.enter("damaged", f"{bad} pages of a call are not what was stored: misses")
@@ -376,7 +377,7 @@ class GuardedStorage:
         return op is Op.GET and self._traits.lands and not self._traits.verifies
 
     def _pieces(self, op: Op, sizes: Sequence[int]) -> list[range]:
-        """What of pages of such sizes goes to the backend at once. A staged piece is filled while the backend
+        """The parts in which pages of such sizes go to the backend. A staged piece is filled while the backend
         has the one before: so the first of a put, which it waits for, is a short one."""
         if self._direct is not None or self._lands(op):
             return chunks(sizes, DIRECT_PIECE_BYTES)
@@ -456,7 +457,7 @@ class GuardedStorage:
             body(session)
         finally:
             self._direct.end(number)
-        late_s = -session.left_s()
+        late_s = -session.remaining_s()
         if late_s > 0:
             raise CallTimeout(f"ended {late_s:.3f} s late")
         return 0.0
@@ -549,8 +550,8 @@ def _nothing(*_: object) -> None:
     """Stands for an optional call that a backend does not have."""
 
 
-_UNTOLD = {Op.GET: MissReason.ABSENT, Op.PUT: MissReason.REFUSED}
-"""Of pages that a backend answered no for, and nothing more."""
+_UNEXPLAINED = {Op.GET: MissReason.ABSENT, Op.PUT: MissReason.REFUSED}
+"""Of pages for which a backend answered no, and gave no reason."""
 _FAULTS: Mapping[type[Exception], MissReason] = {
     CallTimeout: MissReason.TIMEOUT,
     OtherKind: MissReason.TIMEOUT,

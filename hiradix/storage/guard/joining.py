@@ -22,9 +22,10 @@ from hiradix.errors import ConfigError, Unreachable, described
 from hiradix.settings import MAX_TIMEOUT_S, OPEN, Type, setting
 from hiradix.storage.guard.breaker import NO_TROUBLES, BreakerState, Troubles, breaker_figures
 from hiradix.storage.guard.calls import FlagsWithReason
+from hiradix.storage.guard.guard import GuardedStorage
 from hiradix.storage.guard.not_joined import NotJoined
-from hiradix.storage.guard.stores import StoragePart, Stores, WhenJoined
-from hiradix.storage.kit.call_threads import LEFT_BEHIND
+from hiradix.storage.guard.stores import PageStore, Stores, WhenJoined
+from hiradix.storage.kit.call_threads import ABANDONED
 from hiradix.storage.kit.meters import Histogram, Meters, MissReason, Op
 from hiradix.storage.protocol import Page, StorageBackend, Traits
 
@@ -65,7 +66,7 @@ class JoinLimits:
 
 
 def opened(name: str, make: Callable[[], Stores], limits: JoinLimits, declared: Traits) -> Stores | Joiner:
-    """What `make` gives, or a Joiner where the store cannot be reached now or not within an attempt's time.
+    """The store that `make` gives, or a Joiner where it cannot be reached now or within an attempt's time.
 
     make: raises Unreachable for a store that does not answer, and ConfigError for wrong values, which is
     raised here. declared: what is known of the backend's traits before it is made.
@@ -97,7 +98,7 @@ class Joiner:
         self._closed = False
         self._num_under_way = self._num_ended = 0
         self._error: ConfigError | None = None  # of the attempt that ended last
-        self._is_told = False  # that the store is not joined: `first` says so to whoever opens it
+        self._has_warned = False  # that the store is not joined: `first` says so to whoever opens it
         self._thread: threading.Thread | None = None
         self._began_s = time.monotonic()
 
@@ -117,7 +118,7 @@ class Joiner:
         """Try again and again beside the callers, until the store is joined or this is closed."""
         with self._changed:
             if self.store is None:
-                self._is_told = True
+                self._has_warned = True
                 logger.warning(
                     "storage %s: not joined: %s; until it is, nothing is stored or read; tried again every "
                     "%g s at the latest", self._name, error, self._limits.retry_s,
@@ -152,7 +153,7 @@ class Joiner:
             if self._closed:
                 return
             self._closed = True
-            LEFT_BEHIND.add(self._num_under_way)
+            ABANDONED.add(self._num_under_way)
             self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(min(timeout_s, CLOSE_WAIT_S))
@@ -164,7 +165,7 @@ class Joiner:
         return self._closed
 
     def figures(self) -> dict[str, float]:
-        """What a joined store's guard does not know of."""
+        """Figures that a joined store's guard does not have."""
         return {
             "joined": float(self.store is not None),
             "join_attempts": self.num_attempts,
@@ -220,15 +221,15 @@ class Joiner:
             self._num_under_way -= 1
             self._num_ended += 1
             if self._closed:
-                LEFT_BEHIND.add(-1)
+                ABANDONED.add(-1)
             elif error is not None and self.store is None:
                 self._failed(error)
             self._changed.notify_all()
 
     def _failed(self, error: ConfigError) -> None:
-        """Say once that the store answers now, and that it is a value that is wrong; or no more. Locked."""
+        """Warn once when a store that was away answers and refuses a setting, and when that ends. Locked."""
         is_refused = not isinstance(error, Unreachable)
-        if self._is_told and is_refused != self.is_refused:
+        if self._has_warned and is_refused != self.is_refused:
             what = "still not joined, as it refuses" if is_refused else "not joined again"
             logger.warning("storage %s: %s: %s", self._name, what, error)
         self.is_refused, self._error = is_refused, error
@@ -243,7 +244,7 @@ class Joiner:
                 memories, calls = self._memories[num_memories:], self._calls[num_calls:]
                 if not memories and not calls:
                     self.store, self.is_refused = store, False
-                    if self._is_told:
+                    if self._has_warned:
                         logger.warning(
                             "storage %s: joined, %.0f s after it was asked for, with attempt %d",
                             self._name, time.monotonic() - self._began_s, self.num_attempts,
@@ -264,7 +265,7 @@ class Joiner:
             logger.exception("storage %s: what was to be done when it is joined failed", self._name)
 
 
-class JoiningStorage:
+class JoiningStorage(PageStore):
     """One component's part of a store that is joined later; as a `GuardedStorage` from then on.
 
     Until then every page is a miss, for the reason `not_joined`, and no call waits.
@@ -412,3 +413,7 @@ class JoiningStorage:
         for name, value in missed.items():
             found[name] = found.get(name, 0) + value
         return {**found, **self._joiner.figures()}
+
+
+StoragePart = GuardedStorage | JoiningStorage
+"""The guarded store of one component, as its owner has it."""

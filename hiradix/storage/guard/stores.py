@@ -2,77 +2,53 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from hiradix.storage.guard.breaker import BreakerState, Troubles
-from hiradix.storage.kit.meters import Histogram, Op
 from hiradix.storage.protocol import Page, StorageBackend
+
+if TYPE_CHECKING:
+    from hiradix.storage.guard.joining import StoragePart
 
 WhenJoined = Callable[[Any], None]
 """Called with the joined `Stores` before they serve; on the thread that joined them."""
 
 
-class PageStore(Protocol):
+class PageStore(ABC):
     """What workers ask of the guarded store of one component. It answers, it never raises: a count of leading
     keys, or a flag for each page. Keys are a `Batch`, or a list of which nothing else is known."""
 
-    def exists(self, keys: Sequence[str], /) -> int: ...
+    @abstractmethod
+    def exists(self, keys: Sequence[str]) -> int:
+        """How many leading keys it has."""
 
-    def get(self, keys: Sequence[str], into: Sequence[Page], /) -> list[bool]: ...
+    @abstractmethod
+    def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
+        """Fill the pages of these keys; True: that one is filled."""
 
-    def put(self, keys: Sequence[str], pages: Sequence[Page], /) -> list[bool]: ...
+    @abstractmethod
+    def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
+        """Store pages under these keys; True: that one is stored."""
 
-    def register(self, memory: memoryview, /) -> bool: ...
+    @abstractmethod
+    def register(self, memory: memoryview) -> bool:
+        """Tell it of a host pool's memory, in which pages will lie."""
 
     @property
+    @abstractmethod
     def wants_computed(self) -> bool:
         """Whether it is to get pages that another rank stores as well, to compare them."""
-        ...
 
     @property
-    def troubles(self) -> Troubles: ...
+    @abstractmethod
+    def troubles(self) -> Troubles:
+        """What its breakers have met."""
 
-    def stats(self) -> Mapping[str, float]: ...
-
-
-class StoragePart(PageStore, Protocol):
-    """The guarded store of one component as its owner has it: a `GuardedStorage`, or one joined later."""
-
-    @property
-    def backend(self) -> StorageBackend: ...
-
-    @property
-    def state(self) -> BreakerState: ...
-
-    @property
-    def is_joined(self) -> bool: ...
-
-    @property
-    def may_read(self) -> bool: ...
-
-    @property
-    def reads_in_part(self) -> bool: ...
-
-    @property
-    def frees_deleted(self) -> bool: ...
-
-    @property
-    def is_read_only(self) -> bool: ...
-
-    def refuse(self, num_pages: int) -> list[bool]: ...
-
-    def when_joined(self, call: WhenJoined) -> None: ...
-
-    def delete(self, keys: Sequence[str]) -> bool: ...
-
-    def clear(self) -> bool: ...
-
-    def ping(self) -> bool: ...
-
-    def close(self, timeout_s: float = 5.0) -> None: ...
-
-    def histograms(self) -> Mapping[Op, Histogram]: ...
+    @abstractmethod
+    def stats(self) -> Mapping[str, float]:
+        """Figures by name."""
 
 
 class Stores:

@@ -1,1 +1,1 @@
-"""What a backend's author builds with: seals, vectored IO, locks, registered memory, option parsing."""
+"""Tools for the author of a backend: seals, vectored IO, locks, registered memory, option parsing."""

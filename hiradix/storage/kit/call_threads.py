@@ -33,7 +33,7 @@ class NoFreeThread(Exception):
 
 
 class OthersBusy(NoFreeThread):
-    """No worker came free in time, and none was left behind in a call of this kind: it says nothing of it."""
+    """No worker came free in time, and none was abandoned in a call of this kind: it says nothing of it."""
 
 
 class _Call:
@@ -51,13 +51,13 @@ class CallThread:
 
     def __init__(
         self,
-        on_late_end: Callable[[CallThread], None],
-        on_left: Callable[[CallThread], None] = lambda thread: None,
+        on_return: Callable[[CallThread], None],
+        on_abandon: Callable[[CallThread], None] = lambda thread: None,
     ):
-        self._on_late_end, self._on_left = on_late_end, on_left
+        self._on_return, self._on_abandon = on_return, on_abandon
         self._inbox: SimpleQueue[_Call | None] = SimpleQueue()
         self._memory = [memoryview(b""), memoryview(b"")]
-        self.kind: Hashable = None  # of the call that it is in; read when that is left behind and ends late
+        self.kind: Hashable = None  # of the call that it is in; read when that is abandoned and ends late
         threading.Thread(target=self._work, name="hiradix-storage", daemon=True).start()
 
     def staging(self, num_bytes: int, which: int = 0) -> memoryview:
@@ -84,7 +84,7 @@ class CallThread:
         with call.lock:
             if not call.ended.is_set():
                 call.abandoned = True
-                self._on_left(self)  # before it can end late, and be another caller's with another kind
+                self._on_abandon(self)  # before it can end late, and be another caller's with another kind
                 raise CallTimeout(f"no answer within {timeout_s:.3f} s")
         if call.error is not None:
             raise call.error
@@ -98,7 +98,7 @@ class CallThread:
         while (call := self._inbox.get()) is not None:
             try:
                 call.value = call.work()
-            except CallTimeout as error:  # the work's own: the call thread is not left behind
+            except CallTimeout as error:  # the work's own: the call thread is not abandoned
                 call.error = StorageError(f"{type(error).__name__}: {error}")
             except Exception as error:  # the caller's to handle
                 call.error = error
@@ -111,10 +111,10 @@ class CallThread:
                 abandoned = call.abandoned
             del call
             if abandoned:
-                self._on_late_end(self)
+                self._on_return(self)
 
 
-class LeftBehind:
+class AbandonedThreads:
     """How many call threads of closed pools are in calls that have not ended, in this process. Thread-safe."""
 
     def __init__(self) -> None:
@@ -126,13 +126,13 @@ class LeftBehind:
             self.num_threads += number
 
 
-LEFT_BEHIND = LeftBehind()
+ABANDONED = AbandonedThreads()
 
 
 class CallThreadPool:
     """At most `num_threads` call threads in calls that somebody waits for, made when first needed.
 
-    Calls that were left behind count for those of their own kind only: with `num_threads` reads hung no
+    Calls that were abandoned count for those of their own kind only: with `num_threads` reads hung no
     further read is begun, and lookups and writes go on.
     """
 
@@ -140,11 +140,11 @@ class CallThreadPool:
         self._num_threads = num_threads
         self._free: list[CallThread] = []
         self._num_made = 0
-        self._left: Counter[Hashable] = Counter()  # calls by kind that nobody waits for any more
+        self._abandoned: Counter[Hashable] = Counter()  # calls by kind that nobody waits for any more
         self._changed = threading.Condition()
         self._closed = False
-        self._left_behind = LEFT_BEHIND
-        self.num_late = 0
+        self._in_process = ABANDONED
+        self.num_ended_abandoned = 0
 
     @property
     def num_busy(self) -> int:
@@ -162,7 +162,7 @@ class CallThreadPool:
         thread = self._acquire(timeout_s, extra, kind)
         try:
             yield thread
-        except CallTimeout:  # counted when it was left behind; it may be another caller's by now
+        except CallTimeout:  # counted when it was abandoned; it may be another caller's by now
             raise
         except BaseException:
             self._put_back(thread)
@@ -170,8 +170,8 @@ class CallThreadPool:
         self._put_back(thread)
 
     def is_full(self, kind: Hashable) -> bool:
-        """Whether as many calls of a kind were left behind as there may be calls at once."""
-        return self._left[kind] >= self._num_threads
+        """Whether as many calls of a kind were abandoned as there may be calls at once."""
+        return self._abandoned[kind] >= self._num_threads
 
     def close(self) -> None:
         """End all threads: idle ones now, the others when their call ends. Idempotent."""
@@ -180,7 +180,7 @@ class CallThreadPool:
                 return
             self._closed = True
             free, self._free = self._free, []
-            self._left_behind.add(self._num_made - len(free))
+            self._in_process.add(self._num_made - len(free))
             self._changed.notify_all()
         for thread in free:
             thread.stop()
@@ -189,29 +189,29 @@ class CallThreadPool:
         with self._changed:
             self._changed.wait_for(lambda: self._may_acquire(kind), max(0.0, timeout_s))
             if self._closed or not (extra or self._may_acquire(kind)):
-                is_own = self._closed or self._left[kind] > 0
+                is_own = self._closed or self._abandoned[kind] > 0
                 raise (NoFreeThread if is_own else OthersBusy)("all workers are in calls that have not ended")
             thread = self._free.pop() if self._free else None
             self._num_made += thread is None
-        thread = thread or CallThread(self._late, lambda left: self._leave(left.kind, 1))
+        thread = thread or CallThread(self._returned, lambda thread: self._count_abandoned(thread.kind, 1))
         thread.kind = kind
         return thread
 
     def _may_acquire(self, kind: Hashable) -> bool:
         if self._closed:
             return True
-        num_waited_for = self._num_made - len(self._free) - self._left.total()
-        return num_waited_for + self._left[kind] < self._num_threads
+        num_waited_for = self._num_made - len(self._free) - self._abandoned.total()
+        return num_waited_for + self._abandoned[kind] < self._num_threads
 
-    def _leave(self, kind: Hashable, number: int) -> None:
+    def _count_abandoned(self, kind: Hashable, number: int) -> None:
         with self._changed:
-            self._left[kind] += number
+            self._abandoned[kind] += number
             self._changed.notify_all()
 
-    def _late(self, thread: CallThread) -> None:
+    def _returned(self, thread: CallThread) -> None:
         with self._changed:
-            self.num_late += 1
-        self._leave(thread.kind, -1)
+            self.num_ended_abandoned += 1
+        self._count_abandoned(thread.kind, -1)
         self._put_back(thread)
 
     def _put_back(self, thread: CallThread) -> None:
@@ -220,7 +220,7 @@ class CallThreadPool:
                 self._free.append(thread)
                 self._changed.notify_all()
                 return
-        self._left_behind.add(-1)
+        self._in_process.add(-1)
         thread.stop()
 
 

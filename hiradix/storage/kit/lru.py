@@ -82,7 +82,7 @@ class LruIndex:
             self._next[front] = name
 
     def follow(self, name: str, used_ns: int) -> None:
-        """What follows `name` in its chain is to be stored, and counts as used then."""
+        """Pages that follow `name` in its chain are about to be stored, and count as used at that time."""
         if name in self._entries:
             self._followed[name] = max(used_ns + 1, self._followed.get(name, used_ns))
 

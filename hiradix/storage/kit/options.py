@@ -20,7 +20,7 @@ _Config = TypeVar("_Config")
 
 
 def flag(key: str) -> str:
-    """How an error names a key; a flag of its own is one already."""
+    """A storage key as error messages name it; a flag is returned unchanged."""
     return key if key.startswith("--") else f"{EXTRA_CONFIG_FLAG}: {key}"
 
 

@@ -35,6 +35,6 @@ def refusal(folder: Path, names: Sequence[str] = ()) -> OSError | None:
 
 
 def said_of(folder: Path, why: OSError) -> str:
-    """What the log says of such a folder."""
+    """The log message about such a folder."""
     reason = os.strerror(why.errno or errno.EROFS)
     return f"{folder} cannot be written ({reason}): its pages are served, and none are stored"

@@ -1,4 +1,4 @@
-"""Memory that a transfer library knows: the host pools it was told of, and blocks of our own for the rest.
+"""Memory that is registered with a transfer library: host pools, and blocks of our own for the rest.
 
 Pages within registered memory move without a copy; others pass through a block. Addresses and lengths are
 what such libraries take. Beside each page goes its seal.
@@ -22,14 +22,14 @@ _NO_SEAL = memoryview(b"")
 
 
 class RegisteredMemory:
-    """Keeps the memory that a transfer library has been told of, for as long as this lives. Thread-safe.
+    """Keeps the memory that is registered with a transfer library, for as long as this lives. Thread-safe.
 
-    tell: makes the library know an address and a length, or raises.
+    register: registers an address and a length with the library, or raises.
     """
 
-    def __init__(self, block_bytes: int, tell: Callable[[int, int], None]):
+    def __init__(self, block_bytes: int, register: Callable[[int, int], None]):
         self._block_bytes = block_bytes
-        self._tell = tell
+        self._register = register
         self._known: list[tuple[int, int, memoryview]] = []
         self._idle: list[memoryview] = []
         self._lock = threading.Lock()
@@ -40,14 +40,14 @@ class RegisteredMemory:
         begin = address_of(cells)
         with self._lock:
             if cells.nbytes and not self.holds([(begin, cells.nbytes)]):
-                self._tell(begin, cells.nbytes)
+                self._register(begin, cells.nbytes)
                 self._known.append((begin, begin + cells.nbytes, cells))
 
-    def tell_again(self) -> None:
+    def register_again(self) -> None:
         """Register everything with a library that was started anew."""
         with self._lock:
             for begin, end, _ in self._known:
-                self._tell(begin, end - begin)
+                self._register(begin, end - begin)
 
     def holds(self, spans: Sequence[Span]) -> bool:
         """Whether all spans lie in registered memory."""

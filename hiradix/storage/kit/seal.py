@@ -32,7 +32,7 @@ RUNNING: dict[int, Callable[[], Running]] = {}
 
 
 class Running(Protocol):
-    """A checksum of bytes that come piece by piece."""
+    """The border to checksum libraries: a checksum of bytes that come piece by piece."""
 
     def update(self, data: memoryview, /) -> Any:
         """These come next."""

@@ -219,7 +219,7 @@ class Account:
             )
 
     def used_bytes(self, tenant: str) -> int:
-        """What the tenant's pages take."""
+        """Bytes of the tenant's pages."""
         with self._database() as db:
             return _used(db, tenant)
 
@@ -273,7 +273,7 @@ def _num_tenants(db: sqlite3.Connection) -> int:
 
 
 def _bytes_of(db: sqlite3.Connection, key: str, tenant: str) -> list[int]:
-    """What a page that is in the account takes of this tenant's bytes: nothing where it is another's."""
+    """Bytes of an entered page that count for this tenant: 0 where it is another's; empty if not entered."""
     rows = db.execute("SELECT tenant, bytes FROM pages WHERE key = ?", (key,)).fetchall()
     return [size if owner == tenant else 0 for owner, size in rows]
 

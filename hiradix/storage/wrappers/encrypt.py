@@ -69,7 +69,7 @@ class EncryptedStorage(CodingWrapper):
     def own_stats(self) -> Mapping[str, float]:
         return {"decrypt_refused": self._num_damaged}
 
-    def _tell_first(self) -> None:
+    def _warn_of_first(self) -> None:
         """Why all are misses shows nowhere else."""
         logger.warning(
             "%s: a stored page is damaged or of another key, and is replaced when it is put again. "

@@ -158,7 +158,7 @@ def _decoded(codes: torch.Tensor) -> torch.Tensor:
 
 
 def rounded(page: bytes, elements: str) -> memoryview:
-    """What such a page is when it comes back from storage."""
+    """The page as it comes back from storage."""
     return decode(memoryview(encode([memoryview(page)], elements)), elements, len(page))
 
 

@@ -35,7 +35,7 @@ SHOWN_TENANTS = 16
 MAX_USES = 1 << 14
 """Reads remembered until somebody has to leave."""
 MOMENT_NS = 1_000_000_000
-"""What goes on in a chain so soon after another call ended there is one use with it: a job has a batch."""
+"""A call that goes on in a chain so soon after another ended there is one use with it: jobs come in batches."""
 MAX_ENDS = 1 << 10
 """Calls whose ends are remembered for that."""
 _ROUNDS = 4  # of making room; more than one only where other processes take it

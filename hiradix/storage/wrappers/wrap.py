@@ -111,7 +111,7 @@ def coded(context: StorageContext, config: WrapConfig) -> StorageContext:
 
 
 def inner_context(context: StorageContext, config: WrapConfig) -> StorageContext:
-    """What the wrapped backend is made from: its pages are longer, or of any length. Raises ConfigError."""
+    """The context of the wrapped backend: its pages are longer, or of any length. Raises ConfigError."""
     page_bytes, extra_bytes = context.page_bytes, 0
     if config.quantise != "none":
         page_bytes = quantise.coded_bytes(page_bytes, context.elements)

@@ -101,7 +101,7 @@ class CodingWrapper(Wrapper):
 
     @abstractmethod
     def _pack(self, key: str, page: Page) -> bytes | bytearray:
-        """What is stored of a page."""
+        """The bytes to store for a page."""
 
     @abstractmethod
     def _unpack(self, key: str, stored: memoryview, page: Page) -> MissReason | None:
@@ -129,9 +129,9 @@ class CodingWrapper(Wrapper):
             self._num_damaged += 1
             is_first = self._num_damaged == 1
         if is_first:
-            self._tell_first()
+            self._warn_of_first()
 
-    def _tell_first(self) -> None:
+    def _warn_of_first(self) -> None:
         """The first page that cannot be read was just met."""
 
 

@@ -272,7 +272,7 @@ class DiskBackend(StorageBackend):
             return next((index for index, name in enumerate(names) if name not in pages), len(names))
 
     def _plan(self, batch: Batch, into: Sequence[Page]) -> _Reads:
-        """What to read for the keys that are there; they count as used."""
+        """The reads for the keys that are there; they count as used."""
         with self._store.mutex:
             names, entries = self._find(batch)
             self._store.shelf.link_all(names, lambda: _fronts(batch, names))
@@ -296,7 +296,7 @@ class DiskBackend(StorageBackend):
         return names, list(map(self._store.shelf.pages.get, names))
 
     def _reads(self, entries: Sequence[IndexEntry | None], into: Sequence[Page]) -> _Reads:
-        """Where to read the pages that are there. Needs the mutex."""
+        """The places of the pages that are there. Needs the mutex."""
         num_bytes, size = self._page_bytes, self._store.slot_size
         there = [entry for entry in entries if entry is not None and entry.num_bytes == num_bytes]
         numbers = [entry.place[0] for entry in there]

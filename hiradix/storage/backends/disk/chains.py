@@ -11,19 +11,12 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from hiradix.storage.backends.disk.record import Name
 
-
-class Linked(Protocol):
-    """A page. front: the label of the one in front of it in its chain; next: of those behind it, of that
-    which was used last; both where they are known."""
-
-    front: Name | None
-    next: Name | None
-    used_ns: int
-    version: int
+if TYPE_CHECKING:
+    from hiradix.storage.backends.disk.index import IndexEntry
 
 
 class Waiting:
@@ -35,13 +28,13 @@ class Waiting:
         self._at: dict[Name, int] = {}
         self._heap: list[tuple[int, int, Name]] = []  # of `_at`, and of some no longer in it
 
-    def add(self, label: Name, page: Linked, used_ns: int) -> None:
+    def add(self, label: Name, page: IndexEntry, used_ns: int) -> None:
         """The page counts as used then."""
         page.used_ns = self._at[label] = used_ns
         self.latest_ns = max(self.latest_ns, used_ns)
         heapq.heappush(self._heap, (used_ns, page.version, label))
 
-    def has(self, label: Name, page: Linked) -> bool:
+    def has(self, label: Name, page: IndexEntry) -> bool:
         """Whether it waits: it was not used since."""
         return self._at.get(label) == page.used_ns
 
@@ -51,14 +44,14 @@ class Waiting:
         self._at.clear()
         self._heap.clear()
 
-    def drop(self, label: Name, page: Linked) -> None:
+    def drop(self, label: Name, page: IndexEntry) -> None:
         """The page is gone."""
         self._at.pop(label, None)
         self.parting.pop(label, None)
         if page.front in self.parting:
             self.parting[page.front].pop(label, None)
 
-    def coldest(self, pages: Mapping[Name, Linked], count: int, keep: Collection[Name]) -> list[Name]:
+    def coldest(self, pages: Mapping[Name, IndexEntry], count: int, keep: Collection[Name]) -> list[Name]:
         """At most `count` of those that wait, the coldest first, and none of `keep`."""
         found: list[Name] = []
         seen: list[tuple[int, int, Name]] = []
@@ -80,7 +73,7 @@ class Waiting:
         return found
 
 
-def link(pages: Mapping[Name, Linked], waiting: Waiting, label: Name, front: Name) -> None:
+def link(pages: Mapping[Name, IndexEntry], waiting: Waiting, label: Name, front: Name) -> None:
     """A page is used, and `front` is in front of it. What was known before is kept."""
     page = pages.get(label)
     if page is None or label == front:
@@ -97,7 +90,11 @@ def link(pages: Mapping[Name, Linked], waiting: Waiting, label: Name, front: Nam
 
 
 def coldest(
-    pages: OrderedDict[Name, Linked], waiting: Waiting, count: int, keep: Collection[Name], front: Name | None
+    pages: OrderedDict[Name, IndexEntry],
+    waiting: Waiting,
+    count: int,
+    keep: Collection[Name],
+    front: Name | None,
 ) -> list[Name]:
     """At most `count` labels, the coldest first: none of `keep`, nor `front`, nor what is in front of any of
     these in its chain."""
@@ -111,7 +108,7 @@ def coldest(
 
 
 def _are_in_order(
-    pages: OrderedDict[Name, Linked], waiting: Waiting, labels: Sequence[Name], kept: set[Name]
+    pages: OrderedDict[Name, IndexEntry], waiting: Waiting, labels: Sequence[Name], kept: set[Name]
 ) -> bool:
     """Whether these may leave, the coldest first: none was used when something behind it was, nor is one to
     be kept."""
@@ -127,11 +124,13 @@ def _are_in_order(
     return all_are
 
 
-def _may_not(pages: OrderedDict[Name, Linked], waiting: Waiting, label: Name, kept: set[Name]) -> bool:
+def _may_not(pages: OrderedDict[Name, IndexEntry], waiting: Waiting, label: Name, kept: set[Name]) -> bool:
     return _renew(pages, waiting, label, kept) or label in kept
 
 
-def _look_behind(pages: OrderedDict[Name, Linked], waiting: Waiting, label: Name, kept: set[Name]) -> None:
+def _look_behind(
+    pages: OrderedDict[Name, IndexEntry], waiting: Waiting, label: Name, kept: set[Name]
+) -> None:
     """Find out which page behind one is the latest: that which was used last may be gone, or another is to
     be kept."""
     known = waiting.parting[label]
@@ -146,13 +145,15 @@ def _look_behind(pages: OrderedDict[Name, Linked], waiting: Waiting, label: Name
         kept.add(label)
 
 
-def _in_order(pages: OrderedDict[Name, Linked], waiting: Waiting, kept: Collection[Name]) -> Iterator[Name]:
+def _in_order(
+    pages: OrderedDict[Name, IndexEntry], waiting: Waiting, kept: Collection[Name]
+) -> Iterator[Name]:
     for label, page in pages.items():
         if label not in kept and not waiting.has(label, page):
             yield label
 
 
-def _renew(pages: OrderedDict[Name, Linked], waiting: Waiting, label: Name, kept: set[Name]) -> bool:
+def _renew(pages: OrderedDict[Name, IndexEntry], waiting: Waiting, label: Name, kept: set[Name]) -> bool:
     """Let each page of a chain count as used after those behind it; whether this one was used later so.
 
     All of the chain, from its end to its beginning: it is not gone through again for each of its pages. What

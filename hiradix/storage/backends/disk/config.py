@@ -34,7 +34,7 @@ def default_path() -> str:
 
 
 def slot_bytes(page_bytes: int) -> int:
-    """What a page of `page_bytes` takes in a segment."""
+    """Bytes of a slot for a page of `page_bytes`."""
     return -(-page_bytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -51,7 +51,7 @@ def _checked_path(text: str) -> Path:
 
 @dataclass(frozen=True)
 class DiskConfig:
-    """Where pages go, how much room they may take, and how they are read.
+    """The folder of segments, its cap, and how pages are read.
 
     direct: None chooses what works.
     """

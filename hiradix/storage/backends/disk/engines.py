@@ -1,11 +1,10 @@
-"""Who carries out a batch of reads or writes: one io_uring submission, or a few threads."""
+"""Execution of a batch of reads or writes: one io_uring submission, or a few threads."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -33,23 +32,6 @@ class Operation:
     spans: list[tuple[int, int]]
 
 
-class IOEngine(Protocol):
-    """Runs batches; from several threads at once."""
-
-    name: str
-
-    def run(self, operations: Sequence[Operation], write: bool, wave: int, depth: int = 0) -> Completions:
-        """Results as they come, at least `wave` at a time if possible, of at most `depth` operations at once.
-
-        When the iterator ends or is closed, nothing is under way any more.
-        """
-        ...
-
-    def close(self) -> None:
-        """Let go of rings or threads. Idempotent."""
-        ...
-
-
 class UringEngine:
     """One system call per batch. Raises OSError where io_uring is not allowed."""
 
@@ -59,12 +41,17 @@ class UringEngine:
         self._rings = RingPool()
 
     def run(self, operations: Sequence[Operation], write: bool, wave: int, depth: int = 0) -> Completions:
+        """Results as they come, at least `wave` at a time if possible, of at most `depth` operations at once.
+
+        When the iterator ends or is closed, nothing is under way any more.
+        """
         prepared = np.zeros(len(operations), OPERATION)
         keep = _fill(prepared, operations, write)
         yield from self._rings.run(prepared, wave, depth)
         del keep
 
     def close(self) -> None:
+        """Let go of the rings. Idempotent."""
         self._rings.close()
 
 
@@ -114,7 +101,12 @@ class ThreadEngine:
                     future.exception()
 
     def close(self) -> None:
+        """Let go of the threads. Idempotent."""
         self._executor.shutdown(wait=False)
+
+
+IOEngine = UringEngine | ThreadEngine
+"""Runs batches; from several threads at once."""
 
 
 def _move_all(operations: Sequence[Operation], part: range, write: bool) -> Completed:

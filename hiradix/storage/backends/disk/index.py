@@ -1,4 +1,4 @@
-"""What the log says, in memory: which page is in which slot, which slots are free, who was used last.
+"""The log's content in memory: which page is in which slot, which slots are free, who was used last.
 
 Pages of one slot size share a shelf; own pages are filed under their names, those of other fingerprints with
 their namespace before. Every change is a record, applied in `apply`: a process that writes one applies it
@@ -11,9 +11,9 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
-from hiradix.storage.backends.disk.chains import Linked, Waiting, coldest, link
+from hiradix.storage.backends.disk.chains import Waiting, coldest, link
 from hiradix.storage.backends.disk.record import BEHIND_NEXT, Kind, Name, Record, packed_name, unpacked_name
 from hiradix.storage.kit.lru import believed
 
@@ -23,7 +23,8 @@ RETIRED_SHARE = 8
 
 class IndexEntry:
     """A page in its slot. verified: its bytes were checked, or written, by this process. logged_ns: the last
-    use that the log knows of."""
+    use that the log knows of. front: the label of the page in front of it in its chain; next: of those behind
+    it, of that which was used last; both where they are known."""
 
     __slots__ = (
         "algorithm", "checksum", "front", "logged_ns", "name", "namespace", "next", "num_bytes", "place",
@@ -41,7 +42,7 @@ class IndexEntry:
         self.checksum = record.checksum
         self.used_ns = self.logged_ns = record.used_ns
         self.verified = False
-        self.front: Name | None = None  # as `chains` has it
+        self.front: Name | None = None
         self.next: Name | None = None
 
     def is_same(self, other: IndexEntry | None) -> bool:
@@ -81,7 +82,7 @@ class Shelf:
 
     def link(self, label: Name, front: Name) -> None:
         """A page is used that has `front` in front of it in its chain."""
-        link(cast(OrderedDict[Name, Linked], self.pages), self.waiting, label, front)
+        link(self.pages, self.waiting, label, front)
 
     def link_all(self, labels: Sequence[Name], fronts: Callable[[], Sequence[Name | None]]) -> None:
         """The same of a call's pages, if that is not known of its last. fronts: says what is in front."""
@@ -105,7 +106,7 @@ class Shelf:
 
 @dataclass(frozen=True)
 class SegmentInfo:
-    """How a segment file is cut."""
+    """The layout of a segment file."""
 
     num_slots: int
     slot_bytes: int
@@ -149,7 +150,7 @@ class Index:
         return shelf
 
     def label(self, namespace: bytes, name: Name) -> Name:
-        """What a page is filed under on its shelf: its name, or for other fingerprints bytes of another
+        """The label of a page on its shelf: its name, or for other fingerprints bytes of another
         length, so that a caller's key never is somebody else's label."""
         if namespace == self._namespace:
             return name
@@ -190,8 +191,7 @@ class Index:
     ) -> list[IndexEntry]:
         """At most `count` of a shelf's coldest pages: none of `keep`'s labels, nor `front`, nor what is in
         front of any of these."""
-        pages = cast(OrderedDict[Name, Linked], shelf.pages)
-        return [shelf.pages[label] for label in coldest(pages, shelf.waiting, count, keep, front)]
+        return [shelf.pages[label] for label in coldest(shelf.pages, shelf.waiting, count, keep, front)]
 
     def snapshot(self) -> Iterator[Record]:
         """Records that make this index, its order included, in a new log. The header is the log's own."""
@@ -332,6 +332,6 @@ def put_record(entry: IndexEntry, more_flags: int) -> Record:
 
 
 def follows_record(place: tuple[int, int], front: Name) -> Record:
-    """What says which page is in front of the one in a slot."""
+    """The log record that names the page in front of the one in a slot."""
     key, flags = packed_name(front)
     return Record(Kind.FOLLOWS, *place, key=key, flags=flags)

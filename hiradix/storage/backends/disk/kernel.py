@@ -46,7 +46,7 @@ def has_cachestat(fd: int) -> bool:
 
 
 def cached_share(fd: int, offset: int, num_bytes: int) -> float:
-    """How much of a range is in the page cache now: 0 to 1."""
+    """The share of a range that is in the page cache now, 0 to 1."""
     num_pages = (offset + num_bytes - 1) // _OS_PAGE - offset // _OS_PAGE + 1
     return (_cachestat(fd, offset, num_bytes) or 0) / num_pages
 

@@ -1,4 +1,4 @@
-"""What this directory and this kernel can do, found out by trying."""
+"""Probe of this directory and this kernel: which kinds of I/O work, found out by trying."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Abilities:
-    """What was chosen. direct: O_DIRECT; cachestat: the page cache can be asked what it has."""
+    """The I/O that this file system allows. direct: O_DIRECT; cachestat: the page cache can be queried."""
 
     io: PageIO
     engine: str

@@ -33,7 +33,7 @@ _HEX = frozenset("0123456789abcdef")
 
 
 class Kind(IntEnum):
-    """What a record says."""
+    """The kind of a record."""
 
     HEADER = 1  # first of a log. version: the log's number, segment: next segment's, checksum: next version
     SEGMENT = 2  # a new segment file. slot: how many slots, length: bytes of each
@@ -64,7 +64,7 @@ class Record(NamedTuple):
 
 
 Name = str | bytes
-"""What a key is filed under: a page hash as it is, other keys by their SHA-256."""
+"""The name of a key in the index: a page hash as it is, other keys by their SHA-256."""
 
 
 def name_of(key: str) -> Name:

@@ -82,7 +82,7 @@ class DiskStore:
 
     @property
     def index(self) -> Index:
-        """What is where. Another object after the log was replaced."""
+        """The index. Another object after the log was replaced."""
         return self._log.index
 
     @property
@@ -134,7 +134,7 @@ class DiskStore:
             return None
 
     def offset(self, place: Place) -> int:
-        """Where a slot begins in its file."""
+        """The offset of a slot in its file."""
         return place[1] * self.slot_size
 
     def allocate(self, count: int, keep: Collection[Name], front: Name | None = None) -> list[Place]:
@@ -264,7 +264,7 @@ class DiskStore:
             left.unlink(missing_ok=True)
 
     def _allocated(self) -> int:
-        """What counts against the cap: segments, and the most that lock and log can take."""
+        """Bytes that count against the cap: segments, and the most that lock and log can take."""
         index = self.index
         return OVERHEAD_BYTES + index.segment_bytes + SLOT_OVERHEAD_BYTES * index.num_slots
 

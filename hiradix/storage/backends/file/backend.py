@@ -341,7 +341,7 @@ class FileBackend(StorageBackend):
             self._count("touch_errors")
 
     def _next_group(self, todo: list[FileWrite]) -> list[FileWrite]:
-        """How many pages to reserve and write at once: a share of the cap, so that a batch fills it in order."""
+        """The next pages to reserve and write at once: a share of the cap, so that a batch fills it in order."""
         limit = min(GROUP_BYTES, self.config.max_bytes // 8)
         total = 0
         for count, write in enumerate(todo):

@@ -30,7 +30,7 @@ def _sglangs(name: str, type: Type) -> Setting:
 
 @dataclass(frozen=True)
 class FileConfig:
-    """Where pages go and how much room they may take.
+    """The folder of pages and its cap.
 
     path_source: what an error about the path names.
     """

@@ -32,7 +32,7 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 def footprint(num_bytes: int) -> int:
-    """What a file of `num_bytes` counts for: whole blocks."""
+    """Bytes on disk of a file of `num_bytes`: whole blocks."""
     return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
@@ -61,7 +61,7 @@ class PageDir:
     # -- names --------------------------------------------------------------------------
 
     def path(self, name: str) -> str:
-        """Where a page is: `name` is one of our keys, or (with a slash) a path below root."""
+        """The path of a page: `name` is one of our keys, or (with a slash) a path below root."""
         if "/" in name:
             return os.path.join(self.root, name)
         fan = key_digest(name).hex()
@@ -155,7 +155,7 @@ class PageDir:
         return found
 
     def temp_bytes(self) -> int:
-        """What all temporary files count for. Call with the lock held."""
+        """Bytes on disk of all temporary files. Call with the lock held."""
         try:
             with os.scandir(self._tmp) as entries:
                 found = [_status(entry) for entry in entries]
@@ -216,7 +216,7 @@ def _is_page(name: str) -> bool:
 
 
 def file_footprint(path: str) -> int:
-    """What the file at `path` counts for; 0 if there is none."""
+    """Bytes on disk of the file at `path`; 0 if there is none."""
     try:
         return footprint(os.lstat(path).st_size)
     except FileNotFoundError:

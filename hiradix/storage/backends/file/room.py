@@ -1,4 +1,4 @@
-"""Who gets space in the directory: reservations against the cap, and eviction of what was used longest ago."""
+"""Space in the directory: reservations against the cap, and eviction of what was used longest ago."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Room:
                 self._index.use(name, LruEntry(num_bytes, used_ns), front)
 
     def follow(self, name: str, used_ns: int) -> None:
-        """What follows `name` in its chain is to be stored."""
+        """Pages that follow `name` in its chain are about to be stored."""
         with self._lock:
             self._index.follow(name, used_ns)
 

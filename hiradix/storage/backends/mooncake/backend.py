@@ -41,16 +41,16 @@ from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Trait
 logger = logging.getLogger(__name__)
 
 ABSENT = (-704, -703)
-"""What the library answers for an object that is not there, or that somebody is still writing."""
+"""The library's answer for an object that is not there, or that somebody is still writing."""
 NO_ROOM = -200
 BAD_ARGUMENT, TRANSFER_FAILED = -600, -800
 """A buffer shorter than the object; bytes that did not arrive, which a longer buffer is as well."""
 OF_VALUES = (-600, -601)
-"""What `setup` answers to arguments that cannot be; all else is of a master or a network."""
+"""The codes of `setup` for impossible arguments; all others are about a master or a network."""
 LATE_S = 10.0
 """Reads that fail sooner were ended by the other side, not given up."""
 RDMA_DEVICES = Path("/sys/class/infiniband")
-"""Where Linux lists them. The library would silently do with TCP."""
+"""Where Linux lists RDMA devices. The library would silently do with TCP."""
 _RPC_TIMEOUT = "MC_RPC_TIMEOUT_MS"
 _LOCAL_BUFFER_BYTES = 16 << 20  # the library's own, for calls that are not used here
 
@@ -218,7 +218,7 @@ class MooncakeBackend(StorageBackend):
         """If it fails, the next call starts it again."""
         try:
             self._store = _joined(self.config)
-            self._memory.tell_again()
+            self._memory.register_again()
             self._learn()
             self._count("joined_anew")
         except CacheError as error:

@@ -24,7 +24,7 @@ _MANY_CALLS = 16
 
 
 class OwnMemory:
-    """Where objects are that this process has. For one thread at a time, but `find`."""
+    """Addresses of the objects that lie in this process. For one thread at a time, but `find`."""
 
     def __init__(self) -> None:
         self._endpoint = ""
@@ -68,7 +68,7 @@ class OwnMemory:
         return own
 
     def _own_address(self, replica: Any, num_bytes: int) -> int | None:
-        """Where a copy of that length is, if it is in memory of ours."""
+        """The address of a copy of that length, if it is in memory of ours."""
         if not replica.is_memory_replica():
             return None
         buffer = replica.get_memory_descriptor().buffer_descriptor
@@ -86,7 +86,7 @@ def copy_out(address: int, spans: Sequence[Span]) -> None:
 
 
 def _buffers(replicas: Sequence[Any]) -> list[Any]:
-    """Where copies in memory are."""
+    """Addresses of copies in memory."""
     return [
         replica.get_memory_descriptor().buffer_descriptor
         for replica in replicas
@@ -109,7 +109,7 @@ def _mapping_of(address: int) -> range:
 
 
 def _bytes_at(address: int) -> bytes:
-    """What this process has there; nothing where that is no memory of its own, or cannot be asked."""
+    """Bytes of this process's memory at an address; none where that is not its own, or cannot be read."""
     try:
         with open("/proc/self/mem", "rb", buffering=0) as memory:
             return os.pread(memory.fileno(), _PROBE_BYTES, address)

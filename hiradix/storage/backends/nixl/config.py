@@ -25,7 +25,7 @@ def _texts(values: Mapping[str, Any]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class NixlConfig:
-    """Who moves the bytes, and how. rest: the keys of the store, as of `file` or `s3`."""
+    """The plugin that moves the bytes, and its options. rest: the keys of the store, as of `file` or `s3`."""
 
     plugin: str = setting(
         "plugin",

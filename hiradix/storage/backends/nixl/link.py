@@ -24,7 +24,7 @@ POSIX_ENGINES = (*ANSWER_AT_THE_END, "use_posix_aio")
 QUICK_POLLS = 20
 LONGEST_NAP_S = 0.0005
 UNDER_WAY, DONE, FAILED = "PROC", "DONE", "ERR"
-"""What the library calls the states of a transfer."""
+"""The library's names of a transfer's states."""
 _agents = itertools.count()
 logger = logging.getLogger(__name__)
 _Piece = tuple[int, tuple[int, int, int], tuple[int, int, int]]

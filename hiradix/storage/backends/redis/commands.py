@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import redis
 
@@ -24,17 +24,17 @@ T = TypeVar("T")
 REFUSED = re.compile(rb"-?(?:OOM|MISCONF|NOREPLICAS|READONLY)\b")
 Found = tuple[int, bool | None]
 """Bytes that were stored under a name, and what `set` says of it; None: nothing was changed."""
-_TOLD_AGAIN_S = 600.0
+LOG_AGAIN_S = 600.0
 _MOVED = ("MOVED", "ASK", "TRYAGAIN", "CLUSTERDOWN")
 
 
 class Refusals:
-    """Writes that the server refuses, while reads go on: told by the first word of its answer, each at most
+    """Writes that the server refuses, while reads go on: known by the first word of its answer, each at most
     once in ten minutes. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
-        self._told_s: dict[str, float] = {}
+        self._logged_until_s: dict[str, float] = {}
 
     def is_stored(self, reply: Any) -> bool:
         """Of a reply to SET. Raises ReplyError where it is neither stored nor refused."""
@@ -46,53 +46,21 @@ class Refusals:
         raise ReplyError(text)
 
     def is_one(self, text: str) -> bool:
-        """Whether that error is one; if so, it is told."""
+        """Whether that error is one; if so, it is logged."""
         if REFUSED.match(text.encode()) is None:
             return False
         code, now_s = text.lstrip("-").partition(" ")[0], self._clock()
-        if now_s >= self._told_s.get(code, now_s):
-            self._told_s[code] = now_s + _TOLD_AGAIN_S
+        if now_s >= self._logged_until_s.get(code, now_s):
+            self._logged_until_s[code] = now_s + LOG_AGAIN_S
             logger.warning("the redis server refuses pages: %.200s", text)
         return True
 
 
-class Commands(Protocol):
-    """One round trip each. Raises StorageError, OSError or redis.RedisError.
+class SocketCommands:
+    """One round trip a method: payload between the socket and the pages, no copy in between but that of a
+    `Landing`. Raises StorageError, OSError or redis.RedisError.
 
     ragged: values shorter than their page are read into its head.
-    """
-
-    def lengths(self, names: Sequence[bytes]) -> list[int]:
-        """Bytes stored under each name; 0 where there is nothing, or no string."""
-        ...
-
-    def renew(self, names: Sequence[bytes], ttl_ms: int) -> list[bool]:
-        """Let each live `ttl_ms` from now. False: there is nothing of that name."""
-        ...
-
-    def get(self, names: Sequence[bytes], pages: Sequence[Page], ttl_ms: int) -> list[bool]:
-        """Fill the pages whose stored length is theirs; with `ttl_ms` a hit lives that much longer."""
-        ...
-
-    def set(self, names: Sequence[bytes], pages: Sequence[Page], options: Sequence[bytes]) -> list[bool]:
-        """SET with `options`. False: the server has no room, or takes no writes now."""
-        ...
-
-    def set_missing(
-        self, names: Sequence[bytes], pages: Sequence[Page], options: Sequence[bytes], unasked_bytes: int
-    ) -> list[Found]:
-        """As `set`, but for pages whose length is there. About so many bytes of the first may be sent before
-        that is known; these take no other value's place, whatever its length."""
-        ...
-
-    def remove(self, names: Sequence[bytes]) -> None:
-        """UNLINK each."""
-        ...
-
-
-class SocketCommands:
-    """Payload between the socket and the pages, no copy in between but that of a `Landing`.
-
     client: a `redis.Redis` or `RedisCluster`; its pools give the connections, connected and authenticated.
     After a fault of a cluster's node the next call asks first who has its slots; a server that became a
     replica is left, whichever command it refused.
@@ -107,9 +75,11 @@ class SocketCommands:
         self._fallback = ClientCommands(client, ragged, self._refusals)
 
     def lengths(self, names: Sequence[bytes]) -> list[int]:
+        """Bytes stored under each name; 0 where there is nothing, or no string."""
         return self._numbers(names, [(b"STRLEN", name) for name in names])
 
     def renew(self, names: Sequence[bytes], ttl_ms: int) -> list[bool]:
+        """Let each live `ttl_ms` from now. False: there is nothing of that name."""
         commands = [_renew_command(name, ttl_ms) for name in names]
         return [number == 1 for number in self._numbers(names, commands)]
 
@@ -120,6 +90,8 @@ class SocketCommands:
         return self._each_node(names, ask, lambda: self._fallback.numbers(commands))
 
     def get(self, names: Sequence[bytes], pages: Sequence[Page], ttl_ms: int) -> list[bool]:
+        """Fill the pages whose stored length is theirs; with `ttl_ms` a hit lives that much longer."""
+
         def ask(stream: RespStream, which: Sequence[int]) -> list[bool]:
             commands = [_get_command(names[index], ttl_ms) for index in which]
             return stream.get_into(commands, [pages[index] for index in which], self._ragged)
@@ -127,6 +99,8 @@ class SocketCommands:
         return self._each_node(names, ask, lambda: self._fallback.get(names, pages, ttl_ms))
 
     def set(self, names: Sequence[bytes], pages: Sequence[Page], options: Sequence[bytes]) -> list[bool]:
+        """SET with `options`. False: the server has no room, or takes no writes now."""
+
         def ask(stream: RespStream, which: Sequence[int]) -> list[bool]:
             frames = [_set_frame(names[index], pages[index], options) for index in which]
             return list(map(self._refusals.is_stored, stream.set_from(frames)))
@@ -136,6 +110,9 @@ class SocketCommands:
     def set_missing(
         self, names: Sequence[bytes], pages: Sequence[Page], options: Sequence[bytes], unasked_bytes: int
     ) -> list[Found]:
+        """As `set`, but for pages whose length is there. About so many bytes of the first may be sent before
+        that is known; these take no other value's place, whatever its length."""
+
         def ask(stream: RespStream, which: Sequence[int]) -> list[Found]:
             questions = [(b"STRLEN", names[index]) for index in which]
             num_unasked = _leading([page_bytes(pages[index]) for index in which], unasked_bytes)
@@ -158,6 +135,7 @@ class SocketCommands:
         )
 
     def remove(self, names: Sequence[bytes]) -> None:
+        """UNLINK each."""
         self._numbers(names, [(b"UNLINK", name) for name in names])
 
     def _each_node(
@@ -232,7 +210,7 @@ class ClientCommands:
         return [number == 1 for number in self.numbers([_renew_command(name, ttl_ms) for name in names])]
 
     def numbers(self, commands: Sequence[Sequence[bytes]]) -> list[int]:
-        """What integer replies say."""
+        """The values of integer replies."""
         return [_number(reply) for reply in self._run(commands)]
 
     def get(self, names: Sequence[bytes], pages: Sequence[Page], ttl_ms: int) -> list[bool]:
@@ -265,6 +243,9 @@ class ClientCommands:
         return replies
 
 
+Commands = SocketCommands | ClientCommands
+
+
 def socket_of(connection: Any) -> Any:
     """The connected socket of a redis-py connection. Raises StorageError where this redis-py hides it."""
     sock = getattr(connection, "_sock", None)
@@ -287,7 +268,7 @@ def _set_frame(name: bytes, page: Page, options: Sequence[bytes]) -> Frame:
 
 
 def _leading(sizes: Sequence[int], limit_bytes: int) -> int:
-    """How many of the first begin within so many bytes."""
+    """The number of leading payloads that begin within so many bytes."""
     return sum(end - size < limit_bytes for size, end in zip(sizes, accumulate(sizes)))
 
 

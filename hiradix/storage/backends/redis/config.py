@@ -41,7 +41,7 @@ def _wait(name: str, text: str) -> Any:
 
 @dataclass(frozen=True)
 class RedisConfig:
-    """Where the server is and how long to wait for it. Secrets are in no repr.
+    """The server's address and the timeouts. Secrets are in no repr.
 
     secrets: arguments of redis-py that are not in the URL; only those that are set.
     """
@@ -168,8 +168,10 @@ class RedisConfig:
 
 
 def _require_url(url: str) -> Mapping[str, Any]:
-    """What redis-py reads in it. Raises ConfigError unless all of the URL is read as what it says, and shows
-    no part of it: which of them is a password cannot be told when one splits it."""
+    """The parts that redis-py reads in the URL. Raises ConfigError unless it reads all of it as meant.
+
+    The error shows no part of the URL: which of them is a password is not known when it is split wrongly.
+    """
     from redis.connection import parse_url
 
     found: Mapping[str, Any] | None = None

@@ -132,7 +132,7 @@ def _keeper(config: RedisConfig) -> Any:
 
 
 def _asked(config: RedisConfig) -> dict[str, Any]:
-    """What the URL says beside where the server is."""
+    """The options in the URL, beside the server's address."""
     where = ("host", "port", "path", "connection_class")
     return {name: value for name, value in parse_url(config.url).items() if name not in where}
 

@@ -27,7 +27,7 @@ NIL = b"$-1"
 
 Sock = socket.socket | ssl.SSLSocket
 Frame = tuple[bytes, Page, bytes]
-"""A command with a payload: what goes before it, the payload, what goes behind."""
+"""A command with a payload: the bytes in front of it, the payload, the bytes behind."""
 
 
 class ReplyError(StorageError):
@@ -249,7 +249,7 @@ class RespStream:
 
 
 def number_in(line: bytes) -> int:
-    """What an integer reply, or the first line of a bulk one, says. Raises StorageError."""
+    """The number in an integer reply, or in the first line of a bulk one. Raises StorageError."""
     try:
         return int(line[1:])
     except ValueError:
@@ -262,7 +262,7 @@ def encode(command: Sequence[bytes]) -> bytes:
 
 
 def encode_around(before: Sequence[bytes], num_bytes: int, after: Sequence[bytes]) -> tuple[bytes, bytes]:
-    """What goes before and behind a payload of `num_bytes` that is one argument of a command."""
+    """The bytes in front of and behind a payload of `num_bytes` that is one argument of a command."""
     head = b"".join(_bulk(part) for part in before)
     tail = b"".join(_bulk(part) for part in after)
     count = len(before) + 1 + len(after)

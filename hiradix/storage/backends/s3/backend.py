@@ -18,7 +18,7 @@ import obstore
 from obstore.exceptions import BaseError
 
 from hiradix.errors import ConfigError, StorageError, Unreachable
-from hiradix.storage.backends.s3.client import connect, is_away, told
+from hiradix.storage.backends.s3.client import connect, error_text, is_away
 from hiradix.storage.backends.s3.config import S3Config
 from hiradix.storage.batch import Batch
 from hiradix.storage.guard.calls import FlagsWithReason
@@ -67,7 +67,7 @@ class S3Backend(StorageBackend):
         except BaseError as error:
             self.close()
             kind = Unreachable if is_away(error) else ConfigError
-            raise kind(f"{flag('url')}: cannot use {config.url}: {told(error)}") from error
+            raise kind(f"{flag('url')}: cannot use {config.url}: {error_text(error)}") from error
         except StorageError as error:  # of what was evicted to make the cap hold
             self.close()
             raise Unreachable(f"{flag('url')}: cannot use {config.url}: {error}") from error
@@ -154,7 +154,7 @@ class S3Backend(StorageBackend):
         try:
             return work()
         except (BaseError, CancelledError, RuntimeError) as error:  # the last two: closed under our feet
-            raise StorageError(f"s3: {type(error).__name__}: {told(error)}") from error
+            raise StorageError(f"s3: {type(error).__name__}: {error_text(error)}") from error
 
     def _read_all(self, items: Sequence[tuple[str, Page]]) -> list[bool]:
         return self._each(self._read, items)

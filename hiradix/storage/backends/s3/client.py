@@ -51,7 +51,7 @@ def connect(config: S3Config) -> Any:
             },
         )  # fmt: skip
     except (BaseError, ValueError) as error:
-        raise ConfigError(f"{flag('url')}: {told(error)}") from error
+        raise ConfigError(f"{flag('url')}: {error_text(error)}") from error
 
 
 def is_away(error: BaseException) -> bool:
@@ -68,6 +68,6 @@ def is_away(error: BaseException) -> bool:
     return _SENDING.search(text) is not None
 
 
-def told(error: BaseException) -> str:
-    """What obstore says of an error, without its insides, which follow, nor pages that servers answer."""
+def error_text(error: BaseException) -> str:
+    """An error of obstore in one line, without the dump of its insides or of pages that servers answer."""
     return " ".join(str(error).partition("\n\nDebug source")[0][:1000].split())

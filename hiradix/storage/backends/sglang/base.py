@@ -23,7 +23,7 @@ BASE_CLASS = "HiCacheStorage"
 
 @dataclass
 class HiCacheStorageConfig:
-    """Who stores what: SGLang 0.5.23's fields."""
+    """The model, ranks and layout that store: SGLang 0.5.23's fields."""
 
     tp_rank: int = 0
     tp_size: int = 1
@@ -58,7 +58,7 @@ class HiCacheStorageExtraInfo:
 
 
 class HiCacheStorage(ABC):
-    """What a storage class inherits from."""
+    """The base of storage classes."""
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         self.mem_pool_host = mem_pool_host

@@ -61,7 +61,7 @@ _Looks = tuple[int, int, int, int]
 
 
 def _looks(status: os.stat_result) -> _Looks:
-    """What changes with a file's content."""
+    """The stat fields that change with a file's content."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
@@ -114,7 +114,7 @@ class FileByNaming(FileBackend):
 
 
 def suffix_of(context: StorageContext, model_name: str, is_mla: bool) -> str:
-    """What SGLang 0.5.23 puts between a page's hash and `.bin`."""
+    """The suffix that SGLang 0.5.23 puts between a page's hash and `.bin`."""
     mark = context.fingerprint
     model = model_name.replace("/", "-")
     ranks = "" if is_mla else f"_{mark.tp_rank}_{mark.tp_size}"

@@ -194,7 +194,7 @@ _Move = Callable[[Batch, Sequence[Page], list[int]], list[bool]]
 
 
 def _info(batch: Batch) -> Any:
-    """What SGLang says beside a call's keys: those in front of them, where the chain is known."""
+    """SGLang's extra info of a call: the keys in front of them, where the chain is known."""
     return base_module().HiCacheStorageExtraInfo(prefix_keys=list(batch.before or ()) or None)
 
 

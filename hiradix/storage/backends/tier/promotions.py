@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class Promotions:
-    """What is deleted while it is promoted must not stay in the near store. Thread-safe, one process."""
+    """Promotions under way: a page deleted meanwhile must not stay in the upper store. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
