@@ -250,6 +250,7 @@ class World:
     states: int = 0
     checkpoints: bool = False
     chunk: int = 0
+    late: bool = False
     saves: bool = True
     loads: bool = True
 
@@ -384,6 +385,7 @@ class MiniVLLM:
         self.zombies: dict[str, FakeRequest] = {}  # ended while their load was under way
         self.deferred: dict[str, tuple[int, FakeRequest, int]] = {}  # to be taken up: in which step, tokens
         self.num_steps = 0
+        self._late: dict[str, list[OfferedState]] = {}  # what is said of states with the next step
         self.done: list[FakeRequest] = []
         self.hit_tokens = 0
         self.num_preempted = 0
@@ -509,6 +511,8 @@ class MiniVLLM:
         """
         quiet = None
         offers = {r.request_id: self._offers(r, r.num_computed_tokens + n) for r, n, _ in plans}
+        if self.world.late:
+            offers, self._late = {one: self._late.get(one, []) for one in offers}, offers
         if plans and not any(new for _, _, new in plans) and not any(offers.values()):
             quiet = self.role.quiet_step([(r.request_id, r.num_computed_tokens + n) for r, n, _ in plans])
         if quiet is not None:

@@ -35,6 +35,7 @@ def drawn_world(rng: random.Random) -> World:
         chunk=rng.choice([8, 10]) if kind == "chunk" else 0,
         states=states,
         checkpoints=rng.random() < 0.5,
+        late=rng.random() < 0.3,
         load_async=True,
         budget=rng.choice([3, 9, 40]),
         max_running=rng.choice([1, 3, 6]),
@@ -235,6 +236,10 @@ def one_group_of_states_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(foreign_device.ForeignDevice, "_order_save", order_save)
 
 
+def blocks_that_were_handed_out_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SchedulerRole, "_still_there", lambda self, offered, blocks, written: offered)
+
+
 def no_fences(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(foreign_device.ForeignDevice, "fences", lambda self, written: ())
 
@@ -246,6 +251,7 @@ FAULTS = (
     a_stale_state_under_a_known_page,
     a_boundary_without_its_state,
     one_group_of_states_is_not_saved,
+    blocks_that_were_handed_out_are_saved,
     no_fences,
 )
 

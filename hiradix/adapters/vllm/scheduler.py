@@ -303,7 +303,7 @@ class SchedulerRole:
         fences = self.device.fences(written)
         self._num_fences += len(fences)
         for one in scheduled:
-            self._save(one, table)
+            self._save(one, table, written)
         storage, jobs = self.storage.orders(), self.executor.take()
         is_awaited = self._is_awaited
         self._quiet = NO_ORDERS[True, is_awaited]
@@ -339,16 +339,29 @@ class SchedulerRole:
                 return True
         return False
 
-    def _save(self, one: StepRequest, table: Callable[[str], BlockTables]) -> None:
+    def _save(self, one: StepRequest, table: Callable[[str], BlockTables], written: set[int]) -> None:
         tracked = self.requests.get(one.request_id)
         if tracked is None or not self.index.is_open or self._saves_lost:
             return
         due = self._due(tracked, tracked.request.num_computed_tokens + one.num_tokens)
         if due > tracked.num_saved or (due and one.states):
             blocks = self._blocks(table(one.request_id))
-            for num_pages, states in self._states(tracked, one.states, blocks, due):
+            offered = one.states and self._still_there(one.states, blocks, written)
+            for num_pages, states in self._states(tracked, offered, blocks, due):
                 key = tracked.key(num_pages, self.index.page_size)
                 self.device.save(tracked, key, blocks, states=states)
+
+    def _still_there(
+        self, offered: Sequence[OfferedState], blocks: BlockTables, written: set[int]
+    ) -> list[OfferedState]:
+        """Without those whose block the request has given back, and this step writes to: where steps overlap
+        vLLM says of a state only when its tokens are known, and may have handed its block out by then."""
+        size, found = self.index.page_size, []
+        for one in offered:
+            own, page = blocks[self.plan.groups.index(one.group)], one.num_tokens // size - 1
+            if one.block not in written or (0 <= page < len(own) and own[page] == one.block):
+                found.append(one)
+        return found
 
     def _states(
         self, tracked: Tracked, offered: Sequence[OfferedState], blocks: BlockTables, due: int
