@@ -34,6 +34,8 @@ class Mode(Enum):
     NONE = 0
     FP8_PER_TENSOR = 1
     NVFP4 = 2
+    INT8_PER_TOKEN_HEAD = 3
+    FP8_PER_TOKEN_HEAD = 4
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,18 @@ def test_scales_beside_the_data_are_refused() -> None:
         with pytest.raises(ConfigError, match="--kv-cache-dtype"):
             shape_of(spec, 1, None)
     shape_of(FullAttentionSpec(kv_quant_mode=Mode.FP8_PER_TENSOR, dtype=torch.float8_e4m3fn), 1, None)
+
+
+def test_scales_inside_of_a_tokens_cell_are_moved_with_it() -> None:
+    """As heads or tokens come first in memory, cut into kernel blocks or not: K, its scale, V, its scale."""
+    modes = [Mode.INT8_PER_TOKEN_HEAD, Mode.FP8_PER_TOKEN_HEAD]
+    specs = [FullAttentionSpec(kv_quant_mode=mode, state_content_bytes=16) for mode in modes]
+    for spec in specs:
+        memory = [torch.randint(-128, 127, (BLOCKS, HEADS, S, 16), dtype=torch.int8) for _ in range(2)]
+        round_trip(spec, memory)
+        tokens_first = [torch.randint(-128, 127, (BLOCKS * 2, S // 2, HEADS, 16), dtype=torch.int8)]
+        round_trip(spec, [one.permute(0, 2, 1, 3) for one in tokens_first])
+    assert len({shape_of(spec, 2, None).numbers() for spec in specs}) == 2
 
 
 def test_groups_become_components_the_first_full_one_in_front() -> None:

@@ -30,11 +30,8 @@ from hiradix.memory import CacheShape, KVShape, MLAShape, StridedPool
 from hiradix.memory.shape import ArraySpec
 from hiradix.tree import FULL, Component
 
-QUANTISED = (
-    "KV caches with scales of their own beside the data are not supported; use another --kv-cache-dtype"
-)
-
-
+QUANTISED = "these scales are in no place that is known; use another --kv-cache-dtype"
+SCALED = ("INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD")  # of KVQuantMode: a token's scales are in its cell
 STATES = "MambaSpec"  # vLLM's name for groups that keep a recurrent state
 
 
@@ -70,6 +67,27 @@ class StateTensors:
         for shape, dtype in self.tensors:  # types of one size are not the same bytes
             found += [zlib.crc32(str(dtype).encode()), len(shape), *shape]
         return tuple(found)
+
+
+@dataclass(frozen=True)
+class ScaledCells:
+    """Quantised K and V with a scale behind each, as vLLM packs a token's of one head: bytes, moved as they are.
+
+    head_bytes: of such a cell. mode: vLLM's name for what they mean.
+    """
+
+    num_layers: int
+    num_heads: int
+    head_bytes: int
+    mode: str
+    dtype: torch.dtype = torch.uint8
+
+    @property
+    def arrays(self) -> tuple[ArraySpec, ...]:
+        return (ArraySpec("cells", self.num_heads, self.head_bytes, torch.uint8),)
+
+    def numbers(self) -> tuple[int, ...]:
+        return (self.num_layers, self.num_heads, self.head_bytes, zlib.crc32(self.mode.encode()))
 
 
 @dataclass(frozen=True)
@@ -166,8 +184,11 @@ def shape_of(spec: Any, num_layers: int, latent: Latent | None) -> CacheShape:
     if type(spec).__name__ == STATES:
         tensors = zip(spec.shapes, spec.dtypes, strict=True)
         return StateTensors(num_layers, tuple((tuple(shape), dtype) for shape, dtype in tensors))
-    if getattr(spec.kv_quant_mode, "name", "NONE") not in ("NONE", "FP8_PER_TENSOR"):
-        raise ConfigError(f"--kv-cache-dtype: {spec.kv_quant_mode.name}: {QUANTISED}")
+    mode = str(getattr(spec.kv_quant_mode, "name", "NONE"))
+    if mode in SCALED and spec.tokens_per_state == 1 and spec.state_content_bytes:
+        return ScaledCells(num_layers, spec.num_kv_heads, spec.state_content_bytes, mode)
+    if mode not in ("NONE", "FP8_PER_TENSOR"):
+        raise ConfigError(f"--kv-cache-dtype: {mode}: {QUANTISED}")
     if spec.tokens_per_state != 1 or spec.state_content_bytes is not None:
         raise ConfigError(f"--kv-cache-dtype: {QUANTISED}")
     if spec.head_size_v:
@@ -190,6 +211,8 @@ def pool_of(shape: CacheShape, blocks: Blocks, caches: Sequence[torch.Tensor]) -
     """The device pool over a group's layers, each [B, H, N, C]; page p is block p."""
     if blocks.interior is Interior.K_THEN_V and len(shape.arrays) == 2:
         return StridedPool(shape, _keys_then_values(shape, blocks, caches))
+    if isinstance(shape, ScaledCells):
+        caches = [cache.view(torch.uint8) for cache in caches]
     pages = [_in_blocks(cache, blocks.page_size, blocks.num_blocks) for cache in caches]
     arrays, begin = [], 0
     for spec in shape.arrays:
