@@ -246,6 +246,7 @@ class Seen:
     cells: int = 0
     hit_tokens: int = 0
     loaded_pages: int = 0
+    saved_pages: int = 0
     preemptions: int = 0
 
 
@@ -275,6 +276,7 @@ def live(config: Any, seed: int, seen: Seen, num_requests: int = 120) -> None:
         seen.cells += engine.worker.num_compared
         seen.hit_tokens += engine.role.figures.hit_tokens
         seen.loaded_pages += engine.role.figures.loaded_pages
+        seen.saved_pages += engine.role.figures.saved_pages
         engine.close()
 
 
@@ -286,6 +288,17 @@ def test_every_cell_is_right_where_steps_overlap(config: Any) -> None:
         live(config, seed, seen)
     assert seen.cells > 500_000 and seen.hit_tokens > 5000
     assert seen.loaded_pages > 100 and seen.preemptions > 10
+
+
+def test_a_producer_saves_for_a_consumer_that_saves_nothing(config: Any) -> None:
+    """As `kv_role` says, over one store."""
+    transfer, found = config.kv_transfer_config, {}
+    for role in ("kv_producer", "kv_consumer"):
+        transfer.kv_role, found[role] = role, Seen()
+        live(config, 0, found[role], num_requests=40)
+    producer, consumer = found.values()
+    assert producer.saved_pages > 50 and producer.hit_tokens == producer.loaded_pages == 0
+    assert consumer.loaded_pages > 50 and consumer.saved_pages == 0
 
 
 def a_state_one_block_off(monkeypatch: pytest.MonkeyPatch) -> None:
