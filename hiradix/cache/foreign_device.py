@@ -7,12 +7,15 @@ a fence: its workers wait for that one copy first. So no request is ever held ba
 is read after it was overwritten. A block's bytes are the same in all components, which take turns with it,
 so a fence asks for the block alone.
 
+A recurrent state has no place in a table: whoever has a save ordered says in which block it is, and that it
+is the state where the key ends.
+
 What a load was promised is locked until every worker has loaded it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, Protocol
 
 import numpy as np
@@ -30,6 +33,8 @@ from hiradix.tree import Lock, Node, Pages, RadixKey, Tier
 
 NULL_BLOCK: Final = 0  # the id for "no block here": a sliding window has gone past it
 BlockTables = Sequence[Sequence[int]]  # of one request: block ids of each component, page by page
+StateBlocks = Mapping[int, int]  # by component: the block that holds the state where a key ends
+NO_STATES: Final[StateBlocks] = {}
 
 
 class BlockOwner(Protocol):
@@ -142,6 +147,8 @@ class ForeignDevice:
         self._reading: dict[int, BlockSave] = {}  # by block: the save that reads it
         self._new_loads: list[BlockLoad] = []
         self._backup = StorageBackup(index.supply, executor, index.in_flight)
+        kinds = list(enumerate(index.tree.components))
+        self._states = [component for component, kind in kinds if not kind.per_page]
 
     @property
     def is_reading(self) -> bool:
@@ -151,28 +158,40 @@ class ForeignDevice:
     # -- device to host -----------------------------------------------------------------
 
     def save(
-        self, owner: BlockOwner, key: RadixKey, tables: BlockTables, before_forward: bool = False
+        self,
+        owner: BlockOwner,
+        key: RadixKey,
+        tables: BlockTables,
+        before_forward: bool = False,
+        states: StateBlocks = NO_STATES,
     ) -> None:
         """Order what the host lacks of `key`, whose pages are in these blocks, and of its storage.
 
-        As many leading ones as there are blocks without a gap, and host pages.
+        As many leading ones as there are blocks without a gap, and host pages. states: where those are that
+        belong to the end of `key`; they are saved if they are all there and so are all the pages.
         """
         index, num_pages = self._index, key.num_pages(self._index.page_size)
         node = index.resident_end(key)
         owner.num_saved = num_pages
         start, end = node.end, _unbroken(tables[BACKBONE], node.end, num_pages)
-        if end <= start:
+        lacking = self._lacking_states(node, num_pages, states) if end == num_pages else NO_STATES
+        if end <= start and not lacking:
             self._use_again(node)
             return
         path = index.tree.lock(node, Tier.HOST)
         pages = index.alloc(end - start)
         index.counters.write_dropped += end - start - len(pages)
         end = start + len(pages)
-        if end == start:
+        records = self._records_for(lacking) if end == num_pages else {}
+        if end == start and not records:
             index.unlock(path)
             return
         parts, sources = [pages], [_as_pages(tables[BACKBONE][start:end])]
         for component in range(1, len(tables)):
+            if component in self._states:
+                parts.append(records.get(component, NO_PAGES))
+                sources.append(_as_pages([lacking[component]] if component in records else []))
+                continue
             begin = self._lacking(node, component, start, end)
             blocks = _trailing_blocks(tables[component], begin, end)
             own = index.alloc(len(blocks), component)
@@ -190,6 +209,23 @@ class ForeignDevice:
             if len(source)
         )
         self._order_save(BlockSave(self, owner, key, start, locks, taken), copies, before_forward)
+
+    def _lacking_states(self, node: Node, num_pages: int, states: StateBlocks) -> StateBlocks:
+        """Those of a boundary at page `num_pages`, at `node` or below it, that it lacks; none where one of
+        these is in no block."""
+        is_here = node.end == num_pages
+        lacking = [c for c in self._states if not (is_here and node.resident(Tier.HOST, c))]
+        if any(states.get(component, NULL_BLOCK) == NULL_BLOCK for component in lacking):
+            return NO_STATES
+        return {component: states[component] for component in lacking}
+
+    def _records_for(self, lacking: StateBlocks) -> dict[int, Pages]:
+        """A host record for each of these; none at all where one cannot be had."""
+        records = {component: self._index.alloc(1, component) for component in lacking}
+        if all(len(record) for record in records.values()):
+            return records
+        self._index.supply.free_all_host(records)
+        return {}
 
     def _use_again(self, node: Node) -> None:
         """The host has it all. What of it storage lacks, as it failed or came from before storage was

@@ -115,8 +115,19 @@ class HostIndex:
     # -- lookups ----------------------------------------------------------------------------
 
     def find(self, key: RadixKey) -> HostHit:
-        """What of `key` could be loaded now. Leaves nothing pinned."""
+        """What of `key` could be loaded now. Leaves nothing pinned.
+
+        Where what the last boundary needs is not all there yet, that is the last one before it.
+        """
         node = self.tree.match(key).loadable_node
+        usable, is_arriving = self._usable(node)
+        while 0 < usable < node.end and len(self.tree.components) > 1:
+            node = self.tree.match(key.head(usable, self.page_size)).loadable_node
+            usable, _ = self._usable(node)
+        return HostHit(usable, is_arriving)
+
+    def _usable(self, node: Node) -> tuple[int, bool]:
+        """Up to which page of the path to a boundary all is ready, and whether more than that is arriving."""
         usable, is_arriving = node.end, False
         for component in range(len(self.tree.components)):
             floor = self.tree.floor(node, component)
@@ -126,9 +137,7 @@ class HostIndex:
             if len(wrong) and floor + int(wrong[0]) < usable:
                 usable = floor + int(wrong[0])
                 is_arriving = bool(states[wrong[0]] == ARRIVING)
-        if usable < node.end and len(self.tree.components) > 1:
-            usable = 0  # a boundary further up may lack what its windows need
-        return HostHit(usable, is_arriving)
+        return usable, is_arriving
 
     def lock(self, key: RadixKey) -> Lock | None:
         """Keep all whole pages of `key` until `unlock`; None where the host has not got them all."""
@@ -164,7 +173,12 @@ class HostIndex:
         self.drop_lost()
 
     def loadable(self, lock: Lock, component: int, start: int) -> tuple[int, Pages]:
-        """Where the pages begin that `lock` keeps of a component, not before `start`, and which they are."""
+        """Where the pages begin that `lock` keeps of a component, not before `start`, and which they are.
+
+        Of a state, which is of the last page's end alone, that page and the record, wherever `start` is.
+        """
+        if not self.tree.components[component].per_page:
+            return lock.node.end - 1, self.tree.pages(lock.node, Tier.HOST, lock.node.start, component)
         first = max(start, self.tree.floor(lock.node, component))
         return first, self.tree.pages(lock.node, Tier.HOST, first, component)
 

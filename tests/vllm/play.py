@@ -249,13 +249,24 @@ class Play:
             assert time.monotonic() < deadline, f"not so after {SETTLE_S} s"
             self.generate([[5, 6, 7]])
 
-    def corrupt(self) -> Any:
-        """Flip a number in every host page: the identity checks must see what comes of it."""
+    def corrupt(self, components: list[int] | None = None) -> Any:
+        """Flip a number in every host page: the identity checks must see what comes of it. components: of
+        these alone."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         role = get_kv_transfer_group().worker.role
-        for pair in role._controller._copies._pairs:
-            pair.host.buffer.view(pair.host.dtype).mul_(-1.0)
+        for component, pair in enumerate(role._controller._copies._pairs):
+            if components is None or component in components:
+                pair.host.buffer.view(pair.host.dtype).mul_(-1.0)
+        return True
+
+    def forget(self, host: bool = False) -> Any:
+        """Empty vLLM's own prefix cache, and the host tier if told so, as if both had been needed for others.
+        With `storage_after_reset` same, storage goes on as it is."""
+        scheduler = self._scheduler
+        assert scheduler.kv_cache_manager.block_pool.reset_prefix_cache()
+        if host:
+            scheduler.connector.scheduler.reset()
         return True
 
     def listen(self) -> Any:

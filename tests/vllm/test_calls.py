@@ -10,10 +10,11 @@ from vllm.distributed import parallel_state
 
 from hiradix.adapters.probe import installed_sources
 from hiradix.adapters.vllm import HiRadixConnector, connector, support
-from hiradix.adapters.vllm.layout import Interior
+from hiradix.adapters.vllm.layout import Grouping, Interior
 from hiradix.adapters.vllm.settings import parse_settings
 from hiradix.errors import CacheError
 from hiradix.prefix_cache import ModelIdentity
+from hiradix.tree import FULL
 
 
 class Role:
@@ -85,7 +86,7 @@ def test_weights_are_read_only_where_pages_may_be_stored(
             kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=["l.0"])], num_blocks=4
         ),
         _settings=parse_settings(given, 16),
-        _grouping=None,
+        _grouping=Grouping(16, (0,), (FULL,)),
     )
     plan = connector.worker_plan(one)
     assert plan.model == ModelIdentity("m" if is_read else "", tp_rank=1, tp_size=2, pp_rank=1, pp_size=2)

@@ -5,6 +5,11 @@ worker. Before it computes a position it checks every number it would read, in e
 are handed out again at once (last freed, first used), to any KV cache group, and all groups have the same
 bytes under a block's number, as in vLLM: so a copy that comes late reads or writes the wrong thing, and is
 seen.
+
+A group of recurrent states has no number per position but one state per request, which goes on from block to
+block as vLLM's `mamba_cache_mode` align has it: a step's end is in the block that it falls into, steps of a
+prompt end where blocks do, a block whose end is passed stays as it is until it is freed, and vLLM says which
+block holds which end's state.
 """
 
 from __future__ import annotations
@@ -19,10 +24,10 @@ import numpy as np
 import torch
 
 from hiradix.adapters.vllm.events import HostEvents
-from hiradix.adapters.vllm.layout import Blocks, pool_of
+from hiradix.adapters.vllm.layout import Blocks, StateTensors, pool_of, states_of
 from hiradix.adapters.vllm.orders import Orders
 from hiradix.adapters.vllm.scheduler import SchedulerRole
-from hiradix.adapters.vllm.scheduler_plan import Asked, SchedulerPlan, StepRequest
+from hiradix.adapters.vllm.scheduler_plan import Asked, OfferedState, SchedulerPlan, StepRequest
 from hiradix.adapters.vllm.switch import Work
 from hiradix.adapters.vllm.worker import WorkerRole
 from hiradix.cache.host_index import HostIndex
@@ -37,6 +42,9 @@ from hiradix.transfer import PoolPair, Runtime, StepDriver, TransferLimits
 from hiradix.tree import FULL, Component
 
 S, HEADS, DIM, LAYERS = 4, 1, 1, 2
+STATE = StateTensors(
+    LAYERS, (((2,), torch.int32), ((3,), torch.float64))
+)  # half of a block; the rest is padding
 
 
 @dataclass(eq=False)
@@ -79,6 +87,7 @@ class FakeRequest:
     tables: list[list[int]] = field(default_factory=list)
     is_loading: bool = False
     weights: int = 0
+    next_start: int = 0  # of the step that is being planned
     _numbers: dict[tuple[int, int], int] = field(default_factory=dict)  # tokens are only ever added
 
     @property
@@ -238,36 +247,57 @@ class World:
     compares: bool = False
     deferred: int = 0
     no_regret: bool = False
+    states: int = 0
+    checkpoints: bool = False
+    chunk: int = 0
+    late: bool = False
+    saves: bool = True
+    loads: bool = True
+
+    @property
+    def num_attention(self) -> int:
+        """KV cache groups of attention; those of states come after them."""
+        return 2 if self.window or self.chunk else 1
+
+    def passed(self, num_tokens: int) -> int:
+        """Leading positions that the next token does not look at in the second group, of so many computed."""
+        if self.chunk:
+            return num_tokens // self.chunk * self.chunk
+        return max(0, num_tokens - self.window + 1)
 
 
 class Rank:
     """A worker: device blocks per group, its role, and its view of what the model computes."""
 
     def __init__(self, world: World, number: int, store: dict[str, bytes] | None) -> None:
-        groups = 2 if world.window else 1
+        attention = world.num_attention
         shape = KVShape(LAYERS, HEADS, DIM, DIM, torch.float64)
         size = (world.num_blocks, HEADS, S, 2 * DIM)
         self.offset = number * 7
         self.caches = [torch.zeros(size, dtype=torch.float64) for _ in range(LAYERS)]
         self._cells = [cache.numpy()[:, 0] for cache in self.caches]  # the same memory, of one head
         self.driver = StepDriver(world.seed + number)
+        groups = attention + world.states
+        self.attention = attention
         self.transports = [FaultyTransport() for _ in range(groups)]
-        pairs = [
-            PoolPair(
-                pool_of(shape, Blocks(S, world.num_blocks), self.caches),
-                HostPool(shape, world.host_pages, S),
-                transport,
-                range(group * LAYERS, (group + 1) * LAYERS),
-            )
-            for group, transport in enumerate(self.transports)
-        ]
+        raw = [cache.view(torch.uint8).view(world.num_blocks, 1, 1, -1) for cache in self.caches]
+        raw = [one[..., : STATE.num_bytes] for one in raw]
+        self._states = [one.numpy()[:, 0, 0] for one in raw]
+        pairs = []
+        for group, transport in enumerate(self.transports):
+            layers = range(group * LAYERS, (group + 1) * LAYERS)
+            if group < attention:
+                pool, host = pool_of(shape, Blocks(S, world.num_blocks), self.caches), S
+            else:
+                pool, host = states_of(STATE, world.num_blocks, raw), 1
+            pairs.append(PoolPair(pool, HostPool(pool.shape, world.host_pages, host), transport, layers))
         runtime = Runtime(
             self.driver, self.driver.now, TransferLimits(batch_pages=world.batch_pages, num_load_slots=64)
         )
         self.storage = FakeStorage({} if store is None else store, groups)
         hosts = [pair.host for pair in pairs]
         model = ModelIdentity("mini")
-        self.stored = [stored_pages(model, host, "", f"{n or ''}") for n, host in enumerate(hosts)]
+        self.stored = [stored_pages(model, host, "", f"{n or ''}", S) for n, host in enumerate(hosts)]
         self.compares = world.compares
         self.page_bytes = [host.page_bytes for host in hosts]
         self.role = WorkerRole(pairs, self._open, runtime)
@@ -294,6 +324,18 @@ class Rank:
         one, other = self._cells[layer][block, offset].tolist()
         return one == number + self._mark(group, layer) and other == -one
 
+    def write_state(self, group: int, block: int, number: int) -> None:
+        """The state behind a position: every byte of it."""
+        for layer, rows in enumerate(self._states):
+            row, value = rows[block], number + self._mark(group, layer)
+            row[:8].view(np.int32)[:] = value, -value
+            row[8:].view(np.float64)[:] = value, -value, value + 0.5
+
+    def state_is(self, layer: int, group: int, block: int, number: int) -> bool:
+        row, value = self._states[layer][block], number + self._mark(group, layer)
+        found = [*row[:8].view(np.int32).tolist(), *row[8:].view(np.float64).tolist()]
+        return found == [value, -value, value, -value, value + 0.5]
+
     def _mark(self, group: int, layer: int) -> int:
         return self.offset + layer + group * 10_000_000
 
@@ -305,10 +347,12 @@ class MiniVLLM:
         self, world: World, store: list[dict[str, bytes]] | None = None, events: HostEvents | None = None
     ) -> None:
         self.world = world
-        windows = (Component("window", -(-(world.window - 1) // S)),) if world.window else ()
+        behind = (world.chunk or world.window) - 1
+        windows = (Component("window", -(-behind // S)),) if behind > 0 else ()
+        states = tuple(Component(f"state{n}", 1, per_page=False) for n in range(world.states))
         order = make_order(world.policy, {"tables": world.tables} if world.tables else {})
-        self.index = HostIndex(S, (FULL, *windows), order)
-        self.groups = tuple(range(1 + len(windows)))
+        self.index = HostIndex(S, (FULL, *windows, *states), order)
+        self.groups = tuple(range(1 + len(windows) + len(states)))
         self.now_s = 0.0
         limits = PrefetchLimits(S, threshold_tokens=S)
         self.role = SchedulerRole(
@@ -325,6 +369,8 @@ class MiniVLLM:
                 world.keeps_storage,
                 world.no_regret,
                 limits=TransferLimits(batch_pages=world.batch_pages),
+                saves=world.saves,
+                loads=world.loads,
             )
         )
         self.ranks = [Rank(world, n, store and store[n]) for n in range(world.num_workers)]
@@ -339,6 +385,7 @@ class MiniVLLM:
         self.zombies: dict[str, FakeRequest] = {}  # ended while their load was under way
         self.deferred: dict[str, tuple[int, FakeRequest, int]] = {}  # to be taken up: in which step, tokens
         self.num_steps = 0
+        self._late: dict[str, list[OfferedState]] = {}  # what is said of states with the next step
         self.done: list[FakeRequest] = []
         self.hit_tokens = 0
         self.num_preempted = 0
@@ -463,13 +510,16 @@ class MiniVLLM:
         Every other time the long way is gone all the same, which must come to the same.
         """
         quiet = None
-        if plans and not any(new for _, _, new in plans):
+        offers = {r.request_id: self._offers(r, r.num_computed_tokens + n) for r, n, _ in plans}
+        if self.world.late:
+            offers, self._late = {one: self._late.get(one, []) for one in offers}, offers
+        if plans and not any(new for _, _, new in plans) and not any(offers.values()):
             quiet = self.role.quiet_step([(r.request_id, r.num_computed_tokens + n) for r, n, _ in plans])
         if quiet is not None:
             self.num_quiet += 1
             if self.num_quiet % 2:
                 return quiet
-        scheduled = [StepRequest(r.request_id, n, new) for r, n, new in plans]
+        scheduled = [StepRequest(r.request_id, n, new, offers[r.request_id]) for r, n, new in plans]
         tables = {r.request_id: r.tables for r, _, _ in plans}
         orders = self.role.step(scheduled, lambda request_id: tables[request_id])
         assert quiet is None or orders is quiet, f"{orders} in a quiet step"
@@ -480,7 +530,7 @@ class MiniVLLM:
         for request in list(self.running):
             if request not in self.running or budget == 0:
                 continue
-            count = min(budget, request.num_tokens - request.num_computed_tokens)
+            count = self._clip(request, request.num_computed_tokens, budget)
             new = self._grow(request, request.num_computed_tokens + count, request)
             if new is None:
                 continue
@@ -492,29 +542,86 @@ class MiniVLLM:
     def _grow(self, request: FakeRequest, end: int, keep: FakeRequest) -> list[int] | None:
         """Blocks up to token `end`, preempting others for them; None if the request itself had to go."""
         self._slide(request, request.num_computed_tokens)
-        short = sum(max(0, -(-end // S) - len(table)) for table in request.tables)
-        while short > len(self.free):
+        pages = -(-end // S)
+        while sum(self._short(request, group, pages) for group in self.groups) > len(self.free):
             self._preempt()
             if keep not in self.running:
                 return None
-        new = []
-        for table in request.tables:
-            while len(table) < -(-end // S):
-                table.append(self._take())
-                new.append(table[-1])
+        return [block for group in self.groups for block in self._extend(request, group, pages)]
+
+    def _holes(self, request: FakeRequest, group: int, pages: int) -> int:
+        """Up to which page a group's table has no blocks of its own: of states what the step passes over."""
+        if group < self.world.num_attention:
+            return 0
+        return pages - 1 - int(self._leaves_checkpoint(request, pages))
+
+    def _short(self, request: FakeRequest, group: int, pages: int) -> int:
+        return max(0, pages - max(len(request.tables[group]), self._holes(request, group, pages)))
+
+    def _extend(self, request: FakeRequest, group: int, pages: int) -> list[int]:
+        table = request.tables[group]
+        table += [0] * (self._holes(request, group, pages) - len(table))
+        new = [self._take() for _ in range(pages - len(table))]
+        table += new
         return new
 
+    # -- recurrent states ---------------------------------------------------------------------
+
+    def _clip(self, request: FakeRequest, start: int, budget: int) -> int:
+        """Tokens of a step that begins at `start`: with states a prompt's steps end where blocks do."""
+        count = min(budget, request.num_tokens - start)
+        last = (request.num_tokens - 1) // S * S
+        if not self.world.states or start >= last:
+            return count
+        if start % S:
+            return min(count, S - start % S)
+        end = start + count
+        if end < request.num_tokens:
+            aligned = end // S * S
+            end = aligned if aligned > start else end
+        elif not self._may_leave_checkpoint(start, end):
+            end = last if start < last < end else end
+        return end - start
+
+    def _may_leave_checkpoint(self, start: int, end: int) -> bool:
+        """Whether a step over several blocks can leave the state of the last end before its own behind."""
+        last = (end - 1) // S * S
+        return self.world.checkpoints and start % S == 0 and start + S <= last
+
+    def _leaves_checkpoint(self, request: FakeRequest, pages: int) -> bool:
+        """Whether the step that grows the tables to `pages` does; only one that ends the prompt."""
+        end = request.num_tokens
+        return pages == -(-end // S) and self._may_leave_checkpoint(request.next_start, end)
+
+    def _offers(self, request: FakeRequest, end: int) -> list[OfferedState]:
+        """Of a step up to `end`: the blocks in which it leaves the states of ends of blocks."""
+        ends = {end // S * S} if end % S == 0 else set()
+        if self.world.states and end == request.num_tokens and self._leaves_checkpoint(request, -(-end // S)):
+            ends.add((end - 1) // S * S)
+        groups = self.groups[self.world.num_attention :]
+        return [
+            OfferedState(group, request.tables[group][at // S - 1], at)
+            for at in sorted(ends)
+            for group in groups
+        ]
+
     def _skipped(self, num_tokens: int) -> int:
-        """Leading pages of the window's group that a request with so many tokens computed needs no more."""
-        return max(0, num_tokens - self.world.window + 1) // S
+        """Leading pages of the second group that a request with so many tokens computed needs no more."""
+        return self.world.passed(num_tokens) // S
 
     def _slide(self, request: FakeRequest, num_tokens: int) -> None:
-        if self.world.window:
-            table = request.tables[1]
-            for page in range(min(self._skipped(num_tokens), len(table))):
+        request.next_start = num_tokens
+        for group, table in enumerate(request.tables):
+            for page in range(min(self._first_needed(group, num_tokens), len(table))):
                 if table[page]:
                     self._let_go(table[page])
                     table[page] = 0
+
+    def _first_needed(self, group: int, num_tokens: int) -> int:
+        """The first page of a group's table that a request with so many tokens computed needs."""
+        if group >= self.world.num_attention:
+            return max(0, num_tokens - 1) // S
+        return self._skipped(num_tokens) if group else 0
 
     def _schedule_waiting(self, plans: list[Any], budget: int) -> bool:
         loads_now = False
@@ -533,7 +640,7 @@ class MiniVLLM:
                 external = found
             goes_async = external > 0 and self.world.load_async
             start = request.num_computed_tokens + len(local) * S + external
-            count = 0 if goes_async else min(budget, request.num_tokens - start)
+            count = 0 if goes_async else self._clip(request, start, budget)
             if goes_async and not self._fits_whole(request):
                 break
             if local:
@@ -568,25 +675,27 @@ class MiniVLLM:
         lacking = 0
         for one in (request, *self.running, *(r for r in self.waiting if r.tables)):
             tables = one.tables or [[] for _ in self.groups]
-            lacking += sum(-(-one.num_tokens // S) - len(table) for table in tables)
+            lacking += sum(max(0, -(-one.num_tokens // S) - len(table)) for table in tables)
         return lacking <= len(self.free)
 
     def _admit(self, request: FakeRequest, start: int, end: int) -> list[int] | None:
         """Blocks for a request that has none beyond what it has loaded."""
-        tables = request.tables or [[] for _ in self.groups]
-        skipped = [0, self._skipped(start)][: len(tables)]
-        pages = -(-end // S)
-        short = sum(pages - max(len(table), skip) for table, skip in zip(tables, skipped, strict=True))
+        request.tables = request.tables or [[] for _ in self.groups]
+        request.next_start = start
+        before, pages, short, loaded = [list(table) for table in request.tables], -(-end // S), 0, start // S
+        for group, table in enumerate(request.tables):
+            first = min(self._first_needed(group, start), loaded)
+            table += [0] * (first - len(table))
+            short += max(0, loaded - len(table)) + max(
+                0, pages - max(len(table), loaded, self._holes(request, group, pages))
+            )
         if short > len(self.free):
+            request.tables = before if any(before) else []
             return None
         new = []
-        for table, skip in zip(tables, skipped, strict=True):
-            table += [0] * (min(skip, pages) - len(table))
-            while len(table) < pages:
-                table.append(self._take())
-                if len(table) * S > start:
-                    new.append(table[-1])
-        request.tables = tables
+        for group, table in enumerate(request.tables):
+            table += [self._take() for _ in range(loaded - len(table))]
+            new += self._extend(request, group, pages)
         return new
 
     # -- workers ------------------------------------------------------------------------------
@@ -618,17 +727,39 @@ class MiniVLLM:
                 number = request.number(position)
                 # What is computed from a load that failed is wrong in a way of its own.
                 number += 500_000 if request.request_id in wrong else 0
-                for group, table in enumerate(request.tables):
-                    rank.write(group, table[position // S], position % S, number)
+                for group in range(self.world.num_attention):
+                    rank.write(group, request.tables[group][position // S], position % S, number)
+            self._write_states(
+                rank, request, request.num_computed_tokens + count, request.request_id in wrong
+            )
+
+    def _write_states(self, rank: Rank, request: FakeRequest, end: int, is_wrong: bool) -> None:
+        ends = {end, *(offer.num_tokens for offer in self._offers(request, end))} if self.world.states else ()
+        for group in self.groups[self.world.num_attention :]:
+            for at in ends:
+                number = request.number(at - 1) + (500_000 if is_wrong else 0)
+                rank.write_state(group, request.tables[group][-(-at // S) - 1], number)
 
     def _misread(self, rank: Rank, request: FakeRequest, layer: int) -> tuple[int, int, int] | None:
         group, own = divmod(layer, LAYERS)
-        begin = 0 if group == 0 else max(0, request.num_computed_tokens - self.world.window + 1)
+        if group >= self.world.num_attention:
+            return self._misread_state(rank, request, group, own)
+        begin = 0 if group == 0 else self.world.passed(request.num_computed_tokens)
         for position in range(begin, request.num_computed_tokens):
             at = (group, request.tables[group][position // S], position % S)
             if not at[1] or not rank.reads_right(own, at, request.number(position)):
                 return at
         return None
+
+    def _misread_state(
+        self, rank: Rank, request: FakeRequest, group: int, layer: int
+    ) -> tuple[int, int, int] | None:
+        position = request.num_computed_tokens - 1
+        if position < 0:
+            return None
+        block = request.tables[group][position // S]
+        is_right = block and rank.state_is(layer, group, block, request.number(position))
+        return None if is_right else (group, block, position)
 
     def _update(self, plans: Sequence[Any], failed_blocks: set[int]) -> None:
         for request, count, _ in plans:

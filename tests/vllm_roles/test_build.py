@@ -12,12 +12,20 @@ import pytest
 import torch
 
 from hiradix.adapters.vllm import names, worker_factory
-from hiradix.adapters.vllm.layout import Interior, grouping
+from hiradix.adapters.vllm.layout import Interior, grouping, shape_of
 from hiradix.adapters.vllm.settings import parse_settings
 from hiradix.adapters.vllm.worker_factory import KVGroup, WorkerPlan, build_worker, identity_of
 from hiradix.prefix_cache import ModelIdentity, model_identity
 from hiradix.storage import ComponentPages
-from tests.vllm_roles.test_layout import BLOCKS, HEADS, FullAttentionSpec, S, SlidingWindowSpec
+from tests.vllm_roles.test_layout import (
+    BLOCKS,
+    HEADS,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    S,
+    SlidingWindowSpec,
+)
 
 Asked = list[ComponentPages]
 MODEL = ModelIdentity("m")
@@ -35,6 +43,15 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
 
     monkeypatch.setattr(worker_factory, "open_stores", opened)
     return found
+
+
+def cache_of(spec: Any) -> torch.Tensor:
+    """One layer's, with states padded to what attention has."""
+    cache = torch.zeros(BLOCKS, HEADS, S, 8)
+    if not isinstance(spec, MambaSpec):
+        return cache
+    num_bytes = shape_of(spec, 1, None).arrays[0].row_bytes
+    return cache.view(torch.int8).view(BLOCKS, 1, 1, -1)[..., :num_bytes]
 
 
 def built(
@@ -57,7 +74,7 @@ def built(
         parse_settings(extra, S), grouping([spec for spec, _ in groups]), named, BLOCKS, None,
         model, 1, interior,
     )  # fmt: skip
-    caches = {name: torch.zeros(BLOCKS, HEADS, S, 8) for group in named for name in group.layers}
+    caches = {name: cache_of(group.spec) for group in named for name in group.layers}
     made = build_worker(plan, caches)
     assert made.facts.has_storage
     for label in labels:
@@ -82,6 +99,37 @@ def test_groups_of_one_kind_are_told_apart_by_their_layers(asked: Asked, tmp_pat
     assert names == ["", "window-17-layers-0-3", "window-17-layers-1-4"]
     built(tmp_path, [(FullAttentionSpec(), [2]), (FullAttentionSpec(), [5]), *windows])
     assert [pages.fingerprint.component for pages in asked[:2]] == ["full-layers-2", "full-layers-5"]
+
+
+def test_states_have_a_name_and_a_layout_of_their_own(asked: Asked, tmp_path: object) -> None:
+    """Another layout, as after a restart with other options, finds nothing: no field of it can be overlooked."""
+    full = (FullAttentionSpec(), [1])
+    built(tmp_path, [(MambaSpec(), [0, 2]), full])
+    assert [pages.fingerprint.component for pages in asked] == ["", "state-mamba2"]
+    assert asked[1].fingerprint.page_size == S
+    digests = [asked[1].fingerprint.digest()]
+    for spec in (
+        MambaSpec(mamba_type="GDN_ATTN"),
+        MambaSpec(dtypes=(torch.float16, torch.float32)),
+        MambaSpec(dtypes=(torch.bfloat16, torch.bfloat16)),
+        MambaSpec(shapes=((4, 3), (2, 2, 4))),
+        MambaSpec(shapes=((3, 4), (4, 4))),
+    ):
+        built(tmp_path, [(spec, [0, 2]), full])
+        digests.append(asked[1].fingerprint.digest())
+    assert len(set(digests)) == len(digests)
+    groups = [(MambaSpec(), [0]), full, (MambaSpec(), [2])]
+    built(tmp_path, groups)
+    names = {pages.fingerprint.component: pages.fingerprint.digest() for pages in asked}
+    assert list(names) == ["", "state-mamba2-layers-0", "state-mamba2-layers-2"]
+    built(tmp_path, groups[::-1])
+    assert {pages.fingerprint.component: pages.fingerprint.digest() for pages in asked} == names
+
+
+def test_windows_without_full_attention_are_told_apart(asked: Asked, tmp_path: object) -> None:
+    chunks = ChunkedLocalAttentionSpec(attention_chunk_size=9)
+    built(tmp_path, [(SlidingWindowSpec(sliding_window=9), [0]), (SlidingWindowSpec(), [1]), (chunks, [2])])
+    assert [pages.fingerprint.component for pages in asked] == ["window-17", "window-9", "chunk-9"]
 
 
 def test_one_group_is_the_backbone_whatever_it_is(asked: Asked, tmp_path: object) -> None:

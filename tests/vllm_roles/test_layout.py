@@ -14,11 +14,13 @@ from hiradix.adapters.vllm.layout import (
     Blocks,
     Interior,
     Latent,
+    StateTensors,
     group_layers,
     grouping,
     layer_order,
     pool_of,
     shape_of,
+    states_of,
 )
 from hiradix.adapters.vllm.settings import check_write_policy, parse_settings
 from hiradix.errors import ConfigError
@@ -32,6 +34,8 @@ class Mode(Enum):
     NONE = 0
     FP8_PER_TENSOR = 1
     NVFP4 = 2
+    INT8_PER_TOKEN_HEAD = 3
+    FP8_PER_TOKEN_HEAD = 4
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,24 @@ class SlidingWindowSpec(FullAttentionSpec):
     sliding_window: int = 17
 
 
-class MambaSpec(FullAttentionSpec):
+@dataclass(frozen=True)
+class ChunkedLocalAttentionSpec(FullAttentionSpec):
+    attention_chunk_size: int = 17
+
+
+@dataclass(frozen=True)
+class MambaSpec:
+    """Of a layer whose state is a convolution's tail and a matrix, as vLLM's prefix cache keeps it."""
+
+    block_size: int = S
+    shapes: tuple[tuple[int, ...], ...] = ((3, 4), (2, 2, 4))
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
+    mamba_type: str = "MAMBA2"
+    mamba_cache_mode: str = "align"
+    num_speculative_blocks: int = 0
+
+
+class CrossAttentionSpec(FullAttentionSpec):
     pass
 
 
@@ -142,6 +163,18 @@ def test_scales_beside_the_data_are_refused() -> None:
     shape_of(FullAttentionSpec(kv_quant_mode=Mode.FP8_PER_TENSOR, dtype=torch.float8_e4m3fn), 1, None)
 
 
+def test_scales_inside_of_a_tokens_cell_are_moved_with_it() -> None:
+    """As heads or tokens come first in memory, cut into kernel blocks or not: K, its scale, V, its scale."""
+    modes = [Mode.INT8_PER_TOKEN_HEAD, Mode.FP8_PER_TOKEN_HEAD]
+    specs = [FullAttentionSpec(kv_quant_mode=mode, state_content_bytes=16) for mode in modes]
+    for spec in specs:
+        memory = [torch.randint(-128, 127, (BLOCKS, HEADS, S, 16), dtype=torch.int8) for _ in range(2)]
+        round_trip(spec, memory)
+        tokens_first = [torch.randint(-128, 127, (BLOCKS * 2, S // 2, HEADS, 16), dtype=torch.int8)]
+        round_trip(spec, [one.permute(0, 2, 1, 3) for one in tokens_first])
+    assert len({shape_of(spec, 2, None).numbers() for spec in specs}) == 2
+
+
 def test_groups_become_components_the_first_full_one_in_front() -> None:
     found = grouping([SlidingWindowSpec(), FullAttentionSpec(), SlidingWindowSpec(sliding_window=9)])
     assert found.groups == (1, 0, 2) and found.page_size == S
@@ -149,11 +182,57 @@ def test_groups_become_components_the_first_full_one_in_front() -> None:
     assert grouping([SlidingWindowSpec()]).components[0].reach == UNBOUNDED
 
 
+def test_states_are_of_a_boundary_and_chunks_look_back_as_far_as_they_are_long() -> None:
+    found = grouping([MambaSpec(), ChunkedLocalAttentionSpec(), FullAttentionSpec(), MambaSpec()])
+    assert found.groups == (2, 0, 1, 3)
+    assert [(one.reach, one.per_page) for one in found.components[1:]] == [(1, False), (2, True), (1, False)]
+
+
+def test_without_full_attention_the_widest_window_names_prefixes() -> None:
+    """It is kept from the start on: more than its layers look at, and never less."""
+    found = grouping([SlidingWindowSpec(sliding_window=9), MambaSpec(), SlidingWindowSpec(sliding_window=33)])
+    assert found.groups == (2, 0, 1)
+    assert [component.reach for component in found.components] == [UNBOUNDED, 1, 1]
+
+
+def test_states_are_copied_whole_and_what_pads_their_blocks_is_left_alone() -> None:
+    shape = shape_of(MambaSpec(), 2, None)
+    assert isinstance(shape, StateTensors) and shape.num_bytes == 3 * 4 * 2 + 2 * 2 * 4 * 4
+    caches = [torch.randint(0, 255, (BLOCKS, 1, 1, 200), dtype=torch.uint8) for _ in range(2)]
+    before = [cache.clone() for cache in caches]
+    pool = states_of(shape, BLOCKS, [cache[..., : shape.num_bytes].view(torch.int8) for cache in caches])
+    host = HostPool(shape, 3, 1)
+    TorchTransport().copy_pages(pool, host, np.array([1, 4]), np.array([2, 0]))
+    TorchTransport().copy_pages(host, pool, np.array([2, 0]), np.array([3, 0]))
+    for cache, was in zip(caches, before, strict=True):
+        own = slice(0, shape.num_bytes)
+        assert torch.equal(cache[[3, 0], ..., own], was[[1, 4], ..., own])
+        assert torch.equal(cache[..., shape.num_bytes :], was[..., shape.num_bytes :])
+        assert torch.equal(cache[[1, 2, 4, 5]], was[[1, 2, 4, 5]])
+    with pytest.raises(ConfigError, match="recurrent states of"):
+        states_of(shape, BLOCKS, caches)
+
+
+def test_states_of_other_tensors_are_other_pages() -> None:
+    """Also where they are as many bytes."""
+    specs = [
+        MambaSpec(),
+        MambaSpec(dtypes=(torch.float16, torch.float32)),
+        MambaSpec(shapes=((4, 3), (2, 2, 4))),
+        MambaSpec(shapes=((3, 4), (4, 4))),
+        MambaSpec(shapes=((2, 2, 4), (3, 4)), dtypes=(torch.float32, torch.bfloat16)),
+    ]
+    numbers = [shape_of(spec, 2, None).numbers() for spec in specs]
+    assert len(set(numbers)) == len(specs)
+
+
 @pytest.mark.parametrize(
     ("specs", "words"),
     [
-        ([MambaSpec()], "MambaSpec"),
-        ([SlidingWindowSpec(), SlidingWindowSpec()], "none of full attention"),
+        ([MambaSpec()], "no KV cache group of attention"),
+        ([MambaSpec(mamba_cache_mode="none"), FullAttentionSpec()], "--enable-prefix-caching"),
+        ([MambaSpec(num_speculative_blocks=2), FullAttentionSpec()], "--speculative-config"),
+        ([CrossAttentionSpec(), FullAttentionSpec()], "CrossAttentionSpec"),
         ([FullAttentionSpec(), FullAttentionSpec(block_size=16)], "different block sizes"),
     ],
 )

@@ -51,9 +51,11 @@ class Life:
     time.
     """
 
-    def __init__(self, seed: int, compares: bool = False) -> None:
+    def __init__(
+        self, seed: int, compares: bool = False, draw: Callable[[random.Random], World] = drawn_world
+    ) -> None:
         self.rng = rng = random.Random(seed)
-        world = drawn_world(rng)
+        world = draw(rng)
         self.world = replace(
             world, compares=compares, deferred=(0, 0, 1, 3)[world.seed % 4], no_regret=world.seed % 3 == 0
         )

@@ -8,7 +8,13 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 import hiradix.adapters.vllm
-from hiradix.adapters.vllm.support import refuse_options, warn_if_untested
+from hiradix.adapters.vllm.support import (
+    is_zeroed_early,
+    refuse_options,
+    refuse_write_back,
+    roles_of,
+    warn_if_untested,
+)
 from hiradix.errors import ConfigError
 
 
@@ -57,13 +63,13 @@ def config(**sizes: int) -> SimpleNamespace:
     parallel = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, **sizes}
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**parallel),
+        cache_config=SimpleNamespace(use_replayssm=False),
         model_config=SimpleNamespace(is_prefix_caching_supported=True),
     )
 
 
-def caches(is_mixed: bool = False, **spec: bool) -> SimpleNamespace:
-    group = SimpleNamespace(kv_cache_spec=SimpleNamespace(**spec))
-    return SimpleNamespace(has_mixed_precision_kv_cache=is_mixed, kv_cache_groups=[group])
+def caches(**spec: bool) -> SimpleNamespace:
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=SimpleNamespace(**spec))])
 
 
 @pytest.mark.parametrize(
@@ -76,9 +82,33 @@ def test_context_parallel_ranks_are_refused(name: str, value: int) -> None:
         refuse_options(config(**{name: value}), caches())
 
 
-def test_blocks_that_are_zeroed_before_the_connector_is_asked_are_refused() -> None:
-    with pytest.raises(ConfigError, match="^--kv-cache-dtype: .*different precisions"):
-        refuse_options(config(), caches(is_mixed=True))
+@pytest.mark.parametrize("is_second", [True, False])
+def test_steps_wait_for_their_copies_where_vllm_zeroes_blocks_first(is_second: bool) -> None:
+    """In its second model runner, before the connector is asked to wait for the copies that still read them;
+    and under write_back what it evicts would be zeros."""
+    asked = SimpleNamespace(use_v2_model_runner=is_second)
+    zeroed = SimpleNamespace(needs_kv_cache_zeroing=True, has_mamba_layers=False)
+    assert is_zeroed_early(asked, zeroed) is is_second
+    assert not is_zeroed_early(asked, SimpleNamespace(needs_kv_cache_zeroing=False))
+    refuse_write_back(asked, SimpleNamespace(needs_kv_cache_zeroing=False))
+    for kv_caches in (zeroed,) if is_second else ():
+        with pytest.raises(ConfigError, match="write_back with KV caches of different precisions"):
+            refuse_write_back(asked, kv_caches)
+    with pytest.raises(ConfigError, match="write_back with recurrent states"):
+        refuse_write_back(asked, SimpleNamespace(needs_kv_cache_zeroing=True, has_mamba_layers=True))
+
+
+def test_a_state_with_a_history_outside_its_block_is_refused() -> None:
+    asked = config()
+    asked.cache_config.use_replayssm = True
+    with pytest.raises(ConfigError, match="^--use-replayssm"):
+        refuse_options(asked, caches())
+
+
+@pytest.mark.parametrize("saves", [True, False])
+@pytest.mark.parametrize("loads", [True, False])
+def test_the_role_says_who_saves_and_who_loads(saves: bool, loads: bool) -> None:
+    assert roles_of(SimpleNamespace(is_kv_producer=saves, is_kv_consumer=loads)) == (saves, loads)
 
 
 def test_models_for_which_vllm_has_no_prefix_cache_are_refused() -> None:

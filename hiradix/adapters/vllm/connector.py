@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,10 +29,16 @@ from hiradix.adapters.vllm.names import refuse_ropes
 from hiradix.adapters.vllm.orders import Orders, Outcome, WorkerFacts
 from hiradix.adapters.vllm.resets import ResetWatch
 from hiradix.adapters.vllm.scheduler import SchedulerRole
-from hiradix.adapters.vllm.scheduler_plan import Asked, SchedulerPlan, StepRequest
+from hiradix.adapters.vllm.scheduler_plan import Asked, OfferedState, SchedulerPlan, StepRequest
 from hiradix.adapters.vllm.settings import Settings, check_write_policy, parse_settings, with_served_name
 from hiradix.adapters.vllm.stats import HiRadixPromMetrics, HiRadixStats
-from hiradix.adapters.vllm.support import refuse_options, warn_if_untested
+from hiradix.adapters.vllm.support import (
+    is_zeroed_early,
+    refuse_options,
+    refuse_write_back,
+    roles_of,
+    warn_if_untested,
+)
 from hiradix.adapters.vllm.worker import LIMITS, NOTHING
 from hiradix.adapters.vllm.worker_factory import (
     BuiltWorker,
@@ -103,6 +109,8 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
             vllm_config.kv_transfer_config.kv_connector_extra_config, self._grouping.page_size
         )
         check_write_policy(settings, bool(vllm_config.cache_config.enable_prefix_caching))
+        if settings.cache.hicache_write_policy == "write_back":
+            refuse_write_back(vllm_config, kv_cache_config)
         self._settings: Settings = with_served_name(settings, model_name(vllm_config))
         self.scheduler: SchedulerRole | None = None
         self.worker: BuiltWorker | None = None
@@ -113,7 +121,9 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
         self._resets = ResetWatch()
         # A vLLM that tells nobody of its sleep may take the memory away after any step.
         sleeps = bool(getattr(vllm_config.model_config, "enable_sleep_mode", False))
-        self._settles = sleeps and not hasattr(KVConnectorBase_V1, "unregister_kv_caches")
+        self._settles = (sleeps and not hasattr(KVConnectorBase_V1, "unregister_kv_caches")) or (
+            is_zeroed_early(vllm_config, kv_cache_config)
+        )
         if role is KVConnectorRole.SCHEDULER:
             warn_if_untested()
             self.scheduler = SchedulerRole(self._scheduler_plan(vllm_config))
@@ -133,6 +143,7 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
         cache, page_size = self._settings.cache, self._grouping.page_size
         order = make_order(cache.radix_eviction_policy, cache.radix_eviction_policy_config)
         limits = prefetch_limits(page_size, cache.hicache_storage_backend_extra_config)
+        saves, loads = roles_of(vllm_config.kv_transfer_config)
         return SchedulerPlan(
             HostIndex(page_size, self._grouping.components, order),
             self._grouping.groups,
@@ -146,6 +157,8 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
             no_regret=cache.hicache_no_regret,
             num_overlapping=vllm_config.max_concurrent_batches,
             limits=LIMITS,
+            saves=saves,
+            loads=loads,
         )
 
     def _ask(self, name: str | None, extra: ExtraConfig, policy: str | None) -> None:
@@ -200,15 +213,17 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         self._follow_resets()
         planner, cached = self._planner, scheduler_output.scheduled_cached_reqs
-        if not scheduler_output.scheduled_new_reqs and cached.req_ids and not any(cached.new_block_ids):
+        state, copies = scheduler_output.kv_connector_block_state, scheduler_output.kv_cache_block_copies
+        is_quiet = not (scheduler_output.scheduled_new_reqs or copies or state.boundary_state_offloads)
+        if is_quiet and cached.req_ids and not any(cached.new_block_ids):
             counts = scheduler_output.num_scheduled_tokens
             rows = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
             orders = planner.quiet_step([(one, computed + counts[one]) for one, computed in rows])
             if orders is not None:
                 return StepMetadata(orders)
-        state = scheduler_output.kv_connector_block_state
         scheduled = list(_scheduled(scheduler_output, self._grouping.page_size))
-        return StepMetadata(planner.step(scheduled, state.resolve_block_ids))
+        copied = [target for _, target in copies or ()]
+        return StepMetadata(planner.step(scheduled, state.resolve_block_ids, copied))
 
     def update_connector_output(self, connector_output: Any) -> None:
         answers = connector_output.kv_connector_worker_meta
@@ -377,9 +392,10 @@ def worker_plan(connector: HiRadixConnector) -> WorkerPlan:
     rank_r = getattr(text, "kv_lora_rank", None)
     latent = Latent(rank_r, text.qk_rope_head_dim) if rank_r else None
     settings = connector._settings
+    full = groups[connector._grouping.groups[0]].kv_cache_spec
     identity = ModelIdentity("")  # no page leaves this process: no weights are read for a name
     if settings.may_store:
-        stored = str(getattr(groups[0].kv_cache_spec, "dtype", config.model_config.dtype))
+        stored = str(getattr(full, "dtype", config.model_config.dtype))
         identity = identity_of(config, settings.cache.served_model_name, stored)
     tp, pp = get_tp_group(), get_pp_group()
     return WorkerPlan(
@@ -396,7 +412,7 @@ def worker_plan(connector: HiRadixConnector) -> WorkerPlan:
             pp_size=pp.world_size,
         ),
         config.parallel_config.world_size,
-        _interior(config, groups[0].kv_cache_spec),
+        _interior(config, full),
     )
 
 
@@ -414,15 +430,20 @@ def _interior(config: VllmConfig, spec: Any) -> Interior:
 
 def _scheduled(output: Any, page_size: int) -> Iterable[StepRequest]:
     """The step's requests, with the blocks that vLLM gave them for it."""
-    counts = output.num_scheduled_tokens
+    counts, offers = output.num_scheduled_tokens, output.kv_connector_block_state.boundary_state_offloads
     for new in output.scheduled_new_reqs:
         fresh = _fresh(new.block_ids, new.num_computed_tokens // page_size)
-        yield StepRequest(new.req_id, counts[new.req_id], fresh)
+        yield StepRequest(new.req_id, counts[new.req_id], fresh, _states(offers, new.req_id))
     cached = output.scheduled_cached_reqs
     rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
     for request_id, table, computed in rows:
         first = computed // page_size if table and request_id in cached.resumed_req_ids else 0
-        yield StepRequest(request_id, counts[request_id], _fresh(table, first) if table else ())
+        fresh = _fresh(table or (), first)
+        yield StepRequest(request_id, counts[request_id], fresh, _states(offers, request_id))
+
+
+def _states(offers: Mapping[str, Sequence[tuple[int, int, int]]], request_id: str) -> list[OfferedState]:
+    return [OfferedState(*offer) for offer in offers.get(request_id, ())]
 
 
 def _fresh(table: Iterable[list[int]], first_page: int) -> list[int]:

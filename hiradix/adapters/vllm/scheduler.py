@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 from typing import Any
 
 from hiradix.adapters.vllm.finished_requests import FinishedRequest, NextStepSaves, WriteBackSaves, learn
@@ -23,6 +24,7 @@ from hiradix.adapters.vllm.requests import EngineRequest, Tracked, track
 from hiradix.adapters.vllm.scheduler_plan import (
     Asked,
     Changes,
+    OfferedState,
     PrefetchCounters,
     SchedulerCounters,
     SchedulerPlan,
@@ -30,7 +32,7 @@ from hiradix.adapters.vllm.scheduler_plan import (
 )
 from hiradix.adapters.vllm.step_meter import StepMeter
 from hiradix.adapters.vllm.stores import StorageTracker
-from hiradix.cache.foreign_device import BlockOwner, BlockTables, ForeignDevice
+from hiradix.cache.foreign_device import NO_STATES, BlockOwner, BlockTables, ForeignDevice, StateBlocks
 from hiradix.cache.prefetch import Prefetcher
 from hiradix.errors import BadNamespace, Misuse
 from hiradix.policy.no_regret import GatedTransfer, NoRegret
@@ -76,6 +78,8 @@ class SchedulerRole:
         self._finished: NextStepSaves | WriteBackSaves = (
             WriteBackSaves() if self._saves_lost else NextStepSaves()
         )
+        kinds = enumerate(self.index.tree.components)
+        self._state_parts = [component for component, kind in kinds if not kind.per_page]
         self._num_hit_tokens = self._num_fences = self._num_not_text = 0
         self._changes = Changes()
         self._is_told = False  # nothing has happened since `take_figures`
@@ -116,7 +120,12 @@ class SchedulerRole:
         if tracked is None:
             return
         self.requests[request.request_id] = tracked
-        if self.has_storage and self.index.is_open and not request.skip_reading_prefix_cache:
+        if (
+            self.plan.loads
+            and self.has_storage
+            and self.index.is_open
+            and not request.skip_reading_prefix_cache
+        ):
             key = tracked.key(self._loadable_pages(request), self.index.page_size)
             tracked.is_fetching = self.prefetcher.start(
                 request.request_id, key, self.index.tree.match(key).loadable_node
@@ -137,7 +146,7 @@ class SchedulerRole:
             tracked.num_saved, tracked.is_stale = 0, False
         self._happened()
         limit = self._loadable_pages(request)
-        if limit * self.index.page_size <= local_tokens:
+        if not self.plan.loads or limit * self.index.page_size <= local_tokens:
             return 0
         if not self.prefetcher.progress(request.request_id):
             return None
@@ -211,7 +220,7 @@ class SchedulerRole:
         self._give_up(tracked)
         computed = tracked.local_tokens if tracked.is_promised else request.num_computed_tokens
         known = min(computed, request.num_computed_tokens, request.num_tokens) // self.index.page_size
-        is_kept = (self._saves_new or self._saves_lost) and not tracked.is_stale
+        is_kept = self.plan.saves and (self._saves_new or self._saves_lost) and not tracked.is_stale
         ended = tracked.ended() if self.index.learner is not None and not tracked.is_stale else None
         if is_kept and not tracked.loads and known > tracked.num_saved:
             later = None if self._saves_lost else ended  # it is saved with the next step: it is learned then
@@ -268,14 +277,21 @@ class SchedulerRole:
             self.meter.planned(0, False)
         return self._quiet
 
-    def step(self, scheduled: Sequence[StepRequest], table: Callable[[str], BlockTables]) -> Orders:
-        """Everything the workers are to do with this step. table: a request's blocks, by its id."""
+    def step(
+        self,
+        scheduled: Sequence[StepRequest],
+        table: Callable[[str], BlockTables],
+        copied: Iterable[int] = (),
+    ) -> Orders:
+        """Everything the workers are to do with this step. table: a request's blocks, by its id. copied: blocks
+        that vLLM itself fills from others before the forward."""
         self._is_told = False
         if self._prefetcher is not None:
             self._prefetcher.next_round()
         self._book()
         written, num_tokens = self.device.start_loading(), 0
         is_loading = bool(written)
+        written.update(copied)
         for one in scheduled:
             written.update(one.new_blocks)
             num_tokens += one.num_tokens
@@ -287,7 +303,7 @@ class SchedulerRole:
         fences = self.device.fences(written)
         self._num_fences += len(fences)
         for one in scheduled:
-            self._save(one, table)
+            self._save(one, table, written)
         storage, jobs = self.storage.orders(), self.executor.take()
         is_awaited = self._is_awaited
         self._quiet = NO_ORDERS[True, is_awaited]
@@ -323,18 +339,54 @@ class SchedulerRole:
                 return True
         return False
 
-    def _save(self, one: StepRequest, table: Callable[[str], BlockTables]) -> None:
+    def _save(self, one: StepRequest, table: Callable[[str], BlockTables], written: set[int]) -> None:
         tracked = self.requests.get(one.request_id)
         if tracked is None or not self.index.is_open or self._saves_lost:
             return
         due = self._due(tracked, tracked.request.num_computed_tokens + one.num_tokens)
-        if due > tracked.num_saved:
+        if due > tracked.num_saved or (due and one.states):
             blocks = self._blocks(table(one.request_id))
-            self.device.save(tracked, tracked.key(due, self.index.page_size), blocks)
+            offered = one.states and self._still_there(one.states, blocks, written)
+            for num_pages, states in self._states(tracked, offered, blocks, due):
+                key = tracked.key(num_pages, self.index.page_size)
+                self.device.save(tracked, key, blocks, states=states)
+
+    def _still_there(
+        self, offered: Sequence[OfferedState], blocks: BlockTables, written: set[int]
+    ) -> list[OfferedState]:
+        """Without those whose block the request has given back, and this step writes to: where steps overlap
+        vLLM says of a state only when its tokens are known, and may have handed its block out by then."""
+        size, found = self.index.page_size, []
+        for one in offered:
+            own, page = blocks[self.plan.groups.index(one.group)], one.num_tokens // size - 1
+            if one.block not in written or (0 <= page < len(own) and own[page] == one.block):
+                found.append(one)
+        return found
+
+    def _states(
+        self, tracked: Tracked, offered: Sequence[OfferedState], blocks: BlockTables, due: int
+    ) -> list[tuple[int, StateBlocks]]:
+        """Ends to be saved of a request's pages, the last at `due`, and the blocks that hold the state there.
+
+        A state is where vLLM says so for this step, and where its own prefix cache had it, which is the only
+        block of a state before the request's own. Nothing else of such a group's table is the state of a
+        block's end: a later one is still written to.
+        """
+        if not self._state_parts:
+            return [(due, NO_STATES)]
+        size = self.index.page_size
+        found: dict[int, dict[int, int]] = {due: {}}
+        hit = tracked.local_tokens // size
+        if 0 < hit <= due and not tracked.num_saved:
+            found[hit] = {c: blocks[c][hit - 1] for c in self._state_parts if len(blocks[c]) >= hit}
+        for group, block, num_tokens in offered:
+            if num_tokens % size == 0 and num_tokens <= due * size:
+                found.setdefault(num_tokens // size, {})[self.plan.groups.index(group)] = block
+        return sorted(found.items(), key=itemgetter(0))
 
     def _due(self, tracked: Tracked, end: int) -> int:
         """Leading pages of a request to be on the host when a step has computed its tokens up to `end`."""
-        known = 0 if tracked.is_stale else min(end, tracked.request.num_tokens)
+        known = min(end, tracked.request.num_tokens) if self.plan.saves and not tracked.is_stale else 0
         if not self._saves_new:
             known = min(known, tracked.local_tokens)
         return known // self.index.page_size

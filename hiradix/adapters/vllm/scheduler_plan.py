@@ -29,7 +29,8 @@ class SchedulerPlan:
     load_async: loads run beside other requests' steps, and their request waits for them. stored: the storage
     that workers are started with. keeps_storage: a reset says nothing of what is stored. no_regret: what is
     predicted to be slower than computing is neither loaded nor fetched. num_overlapping: steps that the
-    engine has under way at a time. limits: those of the workers.
+    engine has under way at a time. limits: those of the workers. saves, loads: whether this engine saves what
+    it computes, and uses what is there.
     """
 
     index: HostIndex
@@ -45,17 +46,29 @@ class SchedulerPlan:
     no_regret: bool = True
     num_overlapping: int = 1
     limits: TransferLimits = TransferLimits()
+    saves: bool = True
+    loads: bool = True
+
+
+class OfferedState(NamedTuple):
+    """vLLM's word that after this step a block of a group holds the state behind a request's first tokens."""
+
+    group: int
+    block: int
+    num_tokens: int
 
 
 class StepRequest(NamedTuple):
     """A request of which this step computes `num_tokens`.
 
-    new_blocks: those of any group that the step is the first to write to.
+    new_blocks: those of any group that the step is the first to write to. states: those that are final after
+    it.
     """
 
     request_id: str
     num_tokens: int
     new_blocks: Sequence[int]
+    states: Sequence[OfferedState] = ()
 
 
 @dataclass(frozen=True)

@@ -64,8 +64,7 @@ def refuse_options(config: Any, kv_caches: Any) -> None:
 
     config, kv_caches: vLLM's VllmConfig and KVCacheConfig. Where vLLM's own prefix cache would be wrong, this
     one is too, and vLLM asks connectors all the same. With context parallelism a block holds each rank's
-    share of more tokens than its size. Blocks that are zeroed when they are handed out are so, in vLLM's
-    second model runner, before the connector is asked to wait for the copy that still reads them.
+    share of more tokens than its size.
     """
     looks_ahead = any(
         getattr(group.kv_cache_spec, "non_causal", False) for group in kv_caches.kv_cache_groups
@@ -76,5 +75,33 @@ def refuse_options(config: Any, kv_caches: Any) -> None:
         if getattr(config.parallel_config, name, 1) > 1:
             size = getattr(config.parallel_config, name)
             raise ConfigError(f"--{name.replace('_', '-')} {size}: not supported")
-    if getattr(kv_caches, "has_mixed_precision_kv_cache", False):
-        raise ConfigError("--kv-cache-dtype: layers with KV caches of different precisions are not supported")
+    if getattr(config.cache_config, "use_replayssm", False):
+        raise ConfigError("--use-replayssm: how much of a state is still to be replayed is in no block of it")
+
+
+def is_zeroed_early(config: Any, kv_caches: Any) -> bool:
+    """Whether blocks are zeroed, or filled by vLLM, before the connector is asked to wait for the copy that
+    still reads them. Where states or several precisions share blocks vLLM zeroes those that it hands out; its
+    second model runner does so first of all. Then each step must wait for its own copies."""
+    is_second = bool(getattr(config, "use_v2_model_runner", False))
+    return is_second and bool(getattr(kv_caches, "needs_kv_cache_zeroing", False))
+
+
+def refuse_write_back(config: Any, kv_caches: Any) -> None:
+    """Raise ConfigError where what vLLM evicts is not to be had any more when a step writes to it."""
+    if getattr(kv_caches, "has_mamba_layers", False):
+        raise ConfigError(
+            "hicache_write_policy write_back with recurrent states: a request's table does not say where they "
+            "are once it has ended; use write_through"
+        )
+    if is_zeroed_early(config, kv_caches):
+        raise ConfigError(
+            "hicache_write_policy write_back with KV caches of different precisions: vLLM zeroes blocks before "
+            "they could be saved; use write_through"
+        )
+
+
+def roles_of(transfer: Any) -> tuple[bool, bool]:
+    """Whether `kv_role` has this engine save what it computes, and load what is there: kv_producer saves alone,
+    kv_consumer loads alone, kv_both does both."""
+    return bool(transfer.is_kv_producer), bool(transfer.is_kv_consumer)

@@ -78,7 +78,10 @@ USES: tuple[Requirement, ...] = (
             "parallel_config",
         ),
     ),
-    Has("vllm.config.kv_transfer:KVTransferConfig", ("kv_connector_extra_config", "kv_load_failure_policy")),
+    Has(
+        "vllm.config.kv_transfer:KVTransferConfig",
+        ("is_kv_consumer", "is_kv_producer", "kv_connector_extra_config", "kv_load_failure_policy"),
+    ),
     Has("vllm.config.parallel:ParallelConfig", ("data_parallel_index", "world_size")),
     Has("vllm.config.cache:CacheConfig", ("cache_dtype", "enable_prefix_caching")),
     Has(
@@ -116,8 +119,10 @@ USES: tuple[Requirement, ...] = (
             "scheduled_cached_reqs",
             "scheduled_new_reqs",
             "has_sync_kv_loads",
+            "kv_cache_block_copies",
         ),
     ),
+    Has(f"{_OUTPUT}:KVConnectorBlockState", ("boundary_state_offloads", "resolve_block_ids")),
     Has(
         f"{_OUTPUT}:CachedRequestData", ("new_block_ids", "num_computed_tokens", "req_ids", "resumed_req_ids")
     ),
@@ -145,7 +150,10 @@ USES: tuple[Requirement, ...] = (
     ),
     Call("vllm.v1.core.kv_cache_manager:KVCacheBlocks.get_block_ids"),
     Has("vllm.v1.core.block_pool:BlockPool", ("cached_block_hash_to_block",)),
-    Has(f"{_SPECS}:KVCacheConfig", ("kv_cache_groups", "num_blocks")),
+    Has(
+        f"{_SPECS}:KVCacheConfig",
+        ("has_mamba_layers", "kv_cache_groups", "needs_kv_cache_zeroing", "num_blocks"),
+    ),
     Has(f"{_SPECS}:KVCacheGroupSpec", ("kv_cache_spec", "layer_names")),
     Has(
         f"{_SPECS}:FullAttentionSpec",
@@ -161,6 +169,10 @@ USES: tuple[Requirement, ...] = (
         ),
     ),
     Has(f"{_SPECS}:SlidingWindowSpec", ("sliding_window",)),
+    Has(
+        f"{_SPECS}:MambaSpec",
+        ("block_size", "dtypes", "mamba_cache_mode", "mamba_type", "num_speculative_blocks", "shapes"),
+    ),
     Names(_SPECS, ("MLAAttentionSpec",)),
     Call("vllm.distributed.parallel_state:get_pp_group"),
     Call("vllm.distributed.parallel_state:get_tp_group"),

@@ -11,15 +11,19 @@ import torch
 
 from hiradix.adapters.rope import LONG, lengths_that_decide, unfixed
 from hiradix.adapters.vllm.layout import (
+    STATES,
     Blocks,
     Grouping,
     Interior,
     Latent,
+    StateTensors,
     group_layers,
     layer_numbers,
     layer_order,
+    looks_back,
     pool_of,
     shape_of,
+    states_of,
 )
 from hiradix.adapters.vllm.names import local_place, names_are_hub
 from hiradix.adapters.vllm.orders import WorkerFacts
@@ -27,8 +31,9 @@ from hiradix.adapters.vllm.settings import Settings
 from hiradix.adapters.vllm.switch import OpenStorage
 from hiradix.adapters.vllm.worker import WorkerRole
 from hiradix.config import ExtraConfig
-from hiradix.memory import HostPool, make_transport, size_host_pools, token_bytes
+from hiradix.memory import HostPool, StridedPool, make_transport, size_host_pools
 from hiradix.memory.compare import BEHIND_OTHERS
+from hiradix.memory.shape import CacheShape, page_bytes
 from hiradix.prefix_cache import (
     ModelIdentity,
     component_name,
@@ -37,6 +42,7 @@ from hiradix.prefix_cache import (
     run_with,
     stored_pages,
 )
+from hiradix.prefix_cache.identity import STATE_NAME
 from hiradix.prefix_cache.weight_files import CONFIG_NAME, weights_digest
 from hiradix.storage import Stores, StoreSettings, Trust, open_stores, trust_of, trusted_stores
 from hiradix.transfer import PoolPair
@@ -150,13 +156,12 @@ def build_worker(plan: WorkerPlan, caches: Mapping[str, torch.Tensor]) -> BuiltW
     config, order = plan.settings.cache, layer_order(list(caches))
     parts = [plan.groups[number] for number in plan.grouping.groups]
     shapes = [shape_of(part.spec, len(part.layers), plan.latent) for part in parts]
-    size = plan.grouping.page_size
-    page_bytes = [size * token_bytes(shape) for shape in shapes]
-    counts = size_host_pools(page_bytes, [plan.num_blocks] * len(parts), config, plan.num_ranks)
+    sizes = [1 if isinstance(shape, StateTensors) else plan.grouping.page_size for shape in shapes]
+    all_bytes = [page_bytes(shape, size) for shape, size in zip(shapes, sizes, strict=True)]
+    counts = size_host_pools(all_bytes, [plan.num_blocks] * len(parts), config, plan.num_ranks)
     pairs, hosts = [], []
-    for part, shape, num_pages in zip(parts, shapes, counts, strict=True):
-        own = [caches[name] for name in layer_order(part.layers)]
-        device = pool_of(shape, Blocks(size, plan.num_blocks, plan.interior), own)
+    for part, shape, size, num_pages in zip(parts, shapes, sizes, counts, strict=True):
+        device = _device_pool(plan, shape, [caches[name] for name in layer_order(part.layers)])
         host = HostPool(shape, num_pages, size, layout=config.hicache_mem_layout, device=device.device)
         transport = make_transport(config.hicache_io_backend, device.device, (device, host))
         hosts.append(host)
@@ -171,8 +176,14 @@ def build_worker(plan: WorkerPlan, caches: Mapping[str, torch.Tensor]) -> BuiltW
         except BaseException:
             role.close(0.0)
             raise
-    facts = WorkerFacts(tuple(counts), tuple(page_bytes), role.has_storage)
+    facts = WorkerFacts(tuple(counts), tuple(all_bytes), role.has_storage)
     return BuiltWorker(role, facts, {name: number for number, name in enumerate(order)})
+
+
+def _device_pool(plan: WorkerPlan, shape: CacheShape, caches: Sequence[torch.Tensor]) -> StridedPool:
+    if isinstance(shape, StateTensors):
+        return states_of(shape, plan.num_blocks, caches)
+    return pool_of(shape, Blocks(plan.grouping.page_size, plan.num_blocks, plan.interior), caches)
 
 
 def _stored_as(plan: WorkerPlan, layers_of: Sequence[Sequence[int]]) -> list[str]:
@@ -182,8 +193,7 @@ def _stored_as(plan: WorkerPlan, layers_of: Sequence[Sequence[int]]) -> list[str
     In a pipeline its stages' layers do too, by the model's numbers: VLLM_PP_LAYER_PARTITION cuts elsewhere.
     """
     parts = [plan.groups[number] for number in plan.grouping.groups]
-    windows = [None, *(getattr(part.spec, "sliding_window", None) for part in parts[1:])]
-    kinds = [component_name(window) for window in windows]
+    kinds = [_kind_of(part.spec) if len(parts) > 1 else component_name(None) for part in parts]
     is_cut = plan.model.pp_size > 1
     numbers = [
         layer_numbers(part.layers) if is_cut else own for part, own in zip(parts, layers_of, strict=True)
@@ -192,6 +202,15 @@ def _stored_as(plan: WorkerPlan, layers_of: Sequence[Sequence[int]]) -> list[str
         kind if kinds.count(kind) == 1 and not is_cut else f"{kind or 'full'}-layers-{_listed(layers)}"
         for kind, layers in zip(kinds, numbers, strict=True)
     ]
+
+
+def _kind_of(spec: Any) -> str:
+    """What storage calls the pages of a group beside others, where it is the only one of its kind."""
+    kind = type(spec).__name__
+    if kind == STATES:
+        return f"{STATE_NAME}-{getattr(spec.mamba_type, 'name', spec.mamba_type).lower()}"
+    tokens = looks_back(spec)
+    return f"chunk-{tokens}" if kind == "ChunkedLocalAttentionSpec" else component_name(tokens)
 
 
 def _listed(layers: Sequence[int]) -> str:
@@ -215,7 +234,7 @@ def _storage_opener(
             remembered.clear()
         model = run_with(plan.model, {"label": label})
         pages = [
-            stored_pages(model, host, layout, own, layers=numbers)
+            stored_pages(model, host, layout, own, plan.grouping.page_size, numbers)
             for host, own, numbers in zip(hosts, names, layers, strict=True)
         ]
         extra = ExtraConfig.from_mapping(keys)
