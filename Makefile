@@ -34,6 +34,8 @@
 # make bench-policy  eviction policies on a real trace, beside models and the optimum, and what they add to a turn
 #                    (5 minutes; POLICY_FLAGS=--quick)
 # make bench-agents  coding agents on a cache that does not hold them all: eviction, and the order of service (8 minutes)
+# make bench-agents-live  the same against real servers with a tiny model: time to the first token by the order of service
+#                    (an hour; BENCH_FLAGS="--settings half --orders cached,fcfs --rounds 1" for ten minutes)
 # make bench-sglang  our cache and SGLang's own inside SGLang 0.5.23 on this CPU: hits, scheduler's cost, TTFT (5 minutes)
 # make bench-vllm    the connector beside none, vLLM's prefix cache, its example connector and LMCache's; overhead without hits
 # make certify       is every answer that a hit gives the one that a cold prompt gets? Asked of our own server with all tiers
@@ -74,7 +76,7 @@ endif
 .PHONY: help .venv demo lint docs compiled clean \
 	explore test test-kernels test-faults test-mutants test-compiled test-differential test-storage test-sglang test-vllm test-bench test-scale \
 	test-gpu sglang-venv vllm-venv \
-	bench-gpu bench-tree bench-transfer bench-storage bench-storage-remote bench-quantise bench-canary bench-policy bench-agents bench-sglang bench-vllm \
+	bench-gpu bench-tree bench-transfer bench-storage bench-storage-remote bench-quantise bench-canary bench-policy bench-agents bench-agents-live bench-sglang bench-vllm \
 	bench-serve certify
 help:
 	@sed -n 's/^# \(make .*\|  .*\)/  \1/p' Makefile
@@ -226,6 +228,9 @@ bench-policy: $(READY)
 
 bench-agents: $(READY)
 	$(PY) benchmarks/bench_agents.py $(BENCH_FLAGS)
+
+bench-agents-live: $(READY)
+	$(PY) benchmarks/bench_agents_live.py $(BENCH_FLAGS)
 
 # CERTIFY_FLAGS="--minutes 2". Of any other server: hiradix certify URL.
 certify: $(READY)

@@ -347,8 +347,7 @@ class Turns:
 
     def _prefetch(self, order: list[str]) -> None:
         waiting = [rid for rid in order if self._calls[rid].request.req_pool_idx is None]
-        if hasattr(self._cache, "prefetch_in_order"):
-            self._cache.prefetch_in_order(waiting)
+        self._cache.prefetch_in_order(waiting)
 
     def _priced(self) -> dict[str, float]:
         left = LOOK_TOKENS
@@ -378,8 +377,7 @@ class Turns:
         if request.req_pool_idx is not None:
             return self._pace * self._prices.first_token_s(request.num_uncomputed)
         rest = request.num_tokens - call.device - call.host
-        asked = getattr(self._cache, "fetching_tokens", None)
-        fetched = 0 if asked is None else min(asked(request.rid), rest - 1)
+        fetched = min(self._cache.fetching_tokens(request.rid), rest - 1)
         return self._pace * self._prices.first_token_s(rest - fetched, call.host, fetched)
 
     def found_on_device(self, request: Request) -> int:
