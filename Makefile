@@ -36,6 +36,8 @@
 # make bench-agents  coding agents on a cache that does not hold them all: eviction, and the order of service (8 minutes)
 # make bench-waiting what requests that wait use of what storage has for them, 1 to 40 at once (3 minutes)
 # make bench-agents-vllm  coding agents inside vLLM, by its own scheduler and by ours (40 minutes)
+# make bench-agents-live  the same against real servers with a tiny model: time to the first token by the order of service
+#                    (an hour; BENCH_FLAGS="--settings half --orders cached,fcfs --rounds 1" for ten minutes)
 # make bench-sglang  our cache and SGLang's own inside SGLang 0.5.23 on this CPU: hits, scheduler's cost, TTFT (5 minutes)
 # make bench-vllm    the connector beside none, vLLM's prefix cache, its example connector and LMCache's; overhead without hits
 # make certify       is every answer that a hit gives the one that a cold prompt gets? Asked of our own server with all tiers
@@ -228,6 +230,9 @@ bench-policy: $(READY)
 
 bench-agents: $(READY)
 	$(PY) benchmarks/bench_agents.py $(BENCH_FLAGS)
+
+bench-agents-live: $(READY)
+	$(PY) benchmarks/bench_agents_live.py $(BENCH_FLAGS)
 
 bench-waiting: $(READY)
 	$(PY) benchmarks/bench_waiting.py $(BENCH_FLAGS)

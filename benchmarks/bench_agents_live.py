@@ -151,8 +151,8 @@ def main() -> None:
     parser.add_argument("--agents", type=int, default=20)
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--spread", type=float, default=60.0)
-    parser.add_argument("--hurry", type=float, default=24.0)
+    parser.add_argument("--spread", type=float, default=600.0)
+    parser.add_argument("--hurry", type=float, default=10.0)
     parser.add_argument("--settings", default=",".join(setting.name for setting in SETTINGS))
     parser.add_argument("--orders", default=",".join(ORDERS))
     parser.add_argument("--quick", action="store_true", help="4 agents of 2 turns, one round")
@@ -160,7 +160,7 @@ def main() -> None:
     parser.add_argument("-v", "--verbose", action="store_true")
     args = parser.parse_args()
     if args.quick:
-        args.rounds, args.agents, args.turns, args.hurry = 1, 4, 2, 1000.0
+        args.rounds, args.agents, args.turns, args.hurry, args.settings = 1, 4, 2, 1000.0, "half"
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     crowd = Crowd(args.agents, args.turns, args.spread, args.seed, shares_heads=False)
     orders = args.orders.split(",")

@@ -134,6 +134,10 @@ class AdmissionPolicy:
         """
         return list(self.waiting)
 
+    def is_in(self, session: str) -> bool:
+        """Whether its footprint counts against the capacity."""
+        return False
+
     @property
     def num_in(self) -> int:
         """Sessions whose footprints count against the capacity."""
@@ -267,6 +271,10 @@ class CachedAdmission(AdmissionPolicy):
         for name, session in list(self._sessions.items()):
             if session.idle_since_s is not None and now_s - session.idle_since_s > FORGET_S:
                 self.forget(name)
+
+    def is_in(self, session: str) -> bool:
+        known = self._sessions.get(session)
+        return known is not None and known.is_in
 
     @property
     def num_in(self) -> int:

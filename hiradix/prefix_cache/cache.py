@@ -324,6 +324,10 @@ class PrefixCache:
             self.cache.evict(more, BESIDE)
         return beside.evicted((dropped[BACKBONE] - full) * self.page_size, dropped[BESIDE] - other)
 
+    def find_again(self, node: Node) -> Node:
+        """Where what is left on the device of the path to `node` ends, which was found earlier."""
+        return self.tree.root if self.tree.current(node) is None else self.cache.match_again(node).device_node
+
     def drop_tail(self, node: Node, num_tokens: SupportsIndex) -> int:
         """Let device tokens at the end of the path to `node` go that nobody holds and no other path uses, until
         so many went; how many did. Of what is not on the host nothing, where that is written at eviction or a

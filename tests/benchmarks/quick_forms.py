@@ -86,6 +86,12 @@ FORMS = (
         python=VLLM,
     ),
     Quick(
+        "bench_agents_live",
+        _cases("4 agents, half", metric="TTFT mean", peers=("fcfs", "lpm"))
+        + _cases("4 agents, half", metric="answers that differ"),
+        target="bench-agents-live",
+    ),
+    Quick(
         "bench_boundaries",
         _cases("window of 3 pages, each 1 ", "window of 3 pages, each 5 ", peers=("looking back",)),
     ),

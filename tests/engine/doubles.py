@@ -73,6 +73,9 @@ class NoReuse:
 
     def prefetch_in_order(self, req_ids: Sequence[str]) -> None: ...
 
+    def find_again(self, node: object) -> object:
+        return node
+
     def drop_tail(self, node: object, num_tokens: int) -> int:
         return 0
 

@@ -271,7 +271,7 @@ def test_a_flood_costs_other_tenants_little(seed: int) -> None:
     beside = Crowd("cached", num_pages=260, max_running=16, chunk=8)
     beside.play({"calm": 3, "flood": 25}, 8, seed, think_s=6.0)
     mean = [sum(s.waits("calm")) / len(s.waits("calm")) for s in (alone, beside)]
-    assert mean[1] < 3 * mean[0] and beside.hits("calm") > 0.6 * alone.hits("calm")
+    assert mean[1] < 1.4 * mean[0] and beside.hits("calm") > 0.94 * alone.hits("calm")
 
 
 @seeded

@@ -44,6 +44,27 @@ def test_a_request_carries_its_hint(hint: str, path: str, body: dict) -> None:
     assert [generation.scope.hint for generation in service.requests] == [hint, None]
 
 
+@pytest.mark.parametrize(
+    "path, body", [("chat/completions", {"messages": USER}), ("completions", {"prompt": "x"})]
+)
+def test_a_request_names_its_session_in_its_body_or_else_its_header(path: str, body: dict) -> None:
+    service, header = ScriptedService(), {"X-Session-Id": "of the header"}
+    with TestClient(application(service)) as client:
+        for more, headers in (({"session_id": "of the body"}, header), ({}, header), ({}, {})):
+            assert client.post(f"/v1/{path}", json={**body, **more}, headers=headers).status_code == 200
+        long = client.post(f"/v1/{path}", json=body, headers={"X-Session-Id": "x" * 257})
+        assert long.status_code == 400 and long.json()["error"]["param"] == "x-session-id"
+        long = client.post(f"/v1/{path}", json={**body, "session_id": "x" * 257})
+        assert long.status_code == 400 and long.json()["error"]["param"] == "session_id"
+        client.post("/v1/end_of_session", json={"prompt": "ab"}, headers=header)
+    assert [generation.scope.session for generation in service.requests] == [
+        "of the body",
+        "of the header",
+        "",
+    ]
+    assert service.calls[0][1].session == "of the header"
+
+
 def test_both_hints_at_once_are_refused() -> None:
     body = {"messages": USER, "end_of_session": True, "keep_alive": True}
     reply = TestClient(application(ScriptedService())).post("/v1/chat/completions", json=body)

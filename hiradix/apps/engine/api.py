@@ -190,7 +190,7 @@ class EngineConfig:
     schedule_policy: str = setting(
         "schedule_policy",
         Type.TEXT,
-        "cached",
+        "fcfs",
         "Order of service: first come, first served; lpm, the least time to the first token first, without a "
         "bound; cached, sessions enter while the cache holds them, the least time first and nobody late.",
         choices=tuple(admission_policies()),

@@ -7,7 +7,6 @@ request holds about a window and a chunk of them, however long it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +15,7 @@ from hiradix.memory import HybridSlotAllocator, SlotAllocator
 from hiradix.prefix_cache import EvictParams
 
 if TYPE_CHECKING:
+    from hiradix.apps.engine.turns import Turns
     from hiradix.prefix_cache import PrefixCache
 
 Allocator = SlotAllocator | HybridSlotAllocator
@@ -24,17 +24,15 @@ Allocator = SlotAllocator | HybridSlotAllocator
 class SlotSupply:
     """The allocator and the cache behind it, as one supply. Sizes are in tokens.
 
-    drop_first: lets so many cached tokens go that are worth less than what the eviction policy would choose.
+    turns: what leaves the cache before the eviction policy chooses, and what stays if it can.
     """
 
-    def __init__(
-        self, cache: PrefixCache, allocator: Allocator, page_size: int, drop_first: Callable[[int], None]
-    ):
+    def __init__(self, cache: PrefixCache, allocator: Allocator, page_size: int, turns: Turns):
         self._cache = cache
         self._allocator = allocator
         self._hybrid = allocator if isinstance(allocator, HybridSlotAllocator) else None
         self._page_size = page_size
-        self._drop_first = drop_first
+        self._turns = turns
 
     @property
     def has_windows(self) -> bool:
@@ -49,7 +47,11 @@ class SlotSupply:
         """Slots of whole pages, evicting when short; None when that is not enough. No window pages."""
         short = num_tokens - free_tokens(self._allocator)
         if short > 0:
-            self._drop_first(short)
+            self._turns.drop_first(short)
+            short = num_tokens - free_tokens(self._allocator)
+        if short > 0:
+            with self._turns.keeping():
+                self._cache.evict(EvictParams(num_tokens=short))
             short = num_tokens - free_tokens(self._allocator)
         if short > 0:
             self._cache.evict(EvictParams(num_tokens=short))

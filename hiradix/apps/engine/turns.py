@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,6 +93,7 @@ class Turns:
         self._continuations = Continuations()
         self._num_unnamed = 0
         self._tails: dict[str, _Tail] = {}  # by session, the one that ended longest ago first
+        self._behind: deque[Node] = deque(maxlen=MOST_SESSIONS)  # ends that their sessions did not go on from
         self._left: dict[str, None] = {}
         self._order: list[str] | None = None
         self._ordered_s = 0.0
@@ -236,20 +239,43 @@ class Turns:
         key = RadixKey(
             request.tokens(0, request.num_tokens - 1), request.extra_key, cache_salt=request.cache_salt
         )
-        self._tails.pop(session, None)
-        found = self._cache.find_prefix(key)
+        found, before = self._cache.find_prefix(key), self._tails.pop(session, None)
+        if before is not None and not _is_on_path(before.node, found.node):
+            self._behind.append(before.node)
         self._tails[session] = _Tail(found.node, found.device, request.cache_salt or "")
         if len(self._tails) > MOST_SESSIONS:
             oldest = next(iter(self._tails))
             del self._tails[oldest]
 
     def drop_first(self, num_tokens: int) -> None:
-        """Let device tokens go before the eviction policy chooses, so many of them at most: those that only
-        sessions use which left, then those of tenants that have more than their share of the cache."""
+        """Let device tokens go before the eviction policy chooses, so many of them at most: what sessions did
+        not go on from, what only those use that left, and what tenants have beyond their share."""
+        short = num_tokens
+        while short > 0 and self._behind:
+            short -= self._cache.drop_tail(self._behind.popleft(), short)
         self._left |= dict.fromkeys(self.policy.take_left())
-        short = self._drop_tails(list(self._left), num_tokens)
+        short = self._drop_tails(list(self._left), short)
         while short > 0 and (rich := self._richest()):
             short = self._drop_tails(rich[:1], short)
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Inside, nothing is evicted of what sessions hold that were let in, of tenants that have no more than
+        their share; with one tenant nothing is kept. O(pages of their paths)."""
+        held = self._held()
+        receipts = []
+        if len(held) > 1:
+            share = self.policy.capacity / len(held)
+            receipts = [
+                self._cache.inc_lock_ref(self._cache.find_again(tail.node))
+                for session, tail in self._tails.items()
+                if held[tail.tenant] <= share and self.policy.is_in(session)
+            ]
+        try:
+            yield
+        finally:
+            for receipt in receipts:
+                self._cache.dec_lock_ref(receipt)
 
     def _drop_tails(self, sessions: Sequence[str], num_tokens: int) -> int:
         """Of these in turn; how many tokens are short still."""
@@ -267,11 +293,16 @@ class Turns:
             short -= dropped
         return short
 
-    def _richest(self) -> list[str]:
-        """Sessions of the tenant that has most, if that is more than its share."""
+    def _held(self) -> dict[str, int]:
+        """Tokens that sessions hold which are not being served, by tenant."""
         held: dict[str, int] = {}
         for tail in self._tails.values():
             held[tail.tenant] = held.get(tail.tenant, 0) + tail.num_tokens
+        return held
+
+    def _richest(self) -> list[str]:
+        """Sessions of the tenant that has most, if that is more than its share."""
+        held = self._held()
         if len(held) < 2:
             return []
         tenant = max(held, key=held.__getitem__)
@@ -316,8 +347,7 @@ class Turns:
 
     def _prefetch(self, order: list[str]) -> None:
         waiting = [rid for rid in order if self._calls[rid].request.req_pool_idx is None]
-        if hasattr(self._cache, "prefetch_in_order"):
-            self._cache.prefetch_in_order(waiting)
+        self._cache.prefetch_in_order(waiting)
 
     def _priced(self) -> dict[str, float]:
         left = LOOK_TOKENS
@@ -347,14 +377,21 @@ class Turns:
         if request.req_pool_idx is not None:
             return self._pace * self._prices.first_token_s(request.num_uncomputed)
         rest = request.num_tokens - call.device - call.host
-        asked = getattr(self._cache, "fetching_tokens", None)
-        fetched = 0 if asked is None else min(asked(request.rid), rest - 1)
+        fetched = min(self._cache.fetching_tokens(request.rid), rest - 1)
         return self._pace * self._prices.first_token_s(rest - fetched, call.host, fetched)
 
     def found_on_device(self, request: Request) -> int:
         """Tokens of its prompt that were there when it was last looked up; all of it if it never was."""
         call = self._calls.get(request.rid)
         return request.num_tokens if call is None or call.found_s < 0 else call.device
+
+
+def _is_on_path(node: Node, end: Node) -> bool:
+    """Whether the way from the root to `end` goes through `node`."""
+    at: Node | None = end
+    while at is not None and at.end > node.end:
+        at = at.parent
+    return at is node
 
 
 def _named(cache_salt: str | None, session: str) -> str:
