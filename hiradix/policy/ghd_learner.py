@@ -9,12 +9,13 @@ from hiradix.policy.ghd_order import GhdOrder
 from hiradix.policy.ghd_tables import CONVERSATION, SHARED, ClassTables
 from hiradix.policy.places import INFINITE
 from hiradix.policy.segments import Segments
-from hiradix.policy.uses import HINTS, Finished, LastUse, UseLog
+from hiradix.policy.uses import HINTS, STOPS, Finished, LastUse, UseLog
 from hiradix.tree import Node, RadixKey, Tier
 from hiradix.tree.key import Namespace
 
 SENDERS: Final = 16  # namespaces are told apart in so many groups where they give hints
 _HINT_CLASS: Final = 8  # conversation classes from here on: hint, then sender
+_STOP_CLASS: Final = 128  # and from here on: why the answer ended, and whether it continued another
 _DECAY_EVERY: Final = 256  # requests
 _DECAY: Final = 0.9576032806985737  # 2 ** (-1 / 16): half in 4096 requests
 _COUNT_FIRST: Final = 32  # between two countings at the start; in the end as many as between two decays
@@ -48,9 +49,11 @@ class GhdLearner(UseLog):
         recency = 9 if gap is None else min(8, (gap // 1024 + 1).bit_length() // 2 + 1)
         return self.tables.class_of((SHARED, min(visits.bit_length() - 1, 4), recency))
 
-    def own_class(self, turn: int, num_known: int, request: Finished, key: RadixKey) -> int:
+    def own_class(self, turn: int, away: int, num_known: int, request: Finished, key: RadixKey) -> int:
         if request.hint is not None:
             return self._hinted(request.hint, key.space)
+        if request.stop in STOPS:
+            return self._paused(turn, away, request)
         if turn:
             fresh = request.prompt_tokens - num_known * self.page_tokens
             size = _FRESH[fresh.bit_length()] if fresh > 0 else 0
@@ -62,6 +65,14 @@ class GhdLearner(UseLog):
             key_of = (CONVERSATION, kind // 64, kind // 8 % 8, kind % 8)
             found = self._own[kind] = self.tables.class_of(key_of)
         return found
+
+    def _paused(self, turn: int, away: int, request: Finished) -> int:
+        """A class by why the answer ended, how long it was and how long the session was away before it."""
+        why = _STOP_CLASS + STOPS.index(request.stop) * 2 + (1 if turn else 0)
+        answer = min(request.output_tokens.bit_length(), 12) // 2
+        pace = (min((away >> 16).bit_length(), 9) // 2 + 1) if turn else 0
+        size = min((request.prompt_tokens >> 9).bit_length(), 10) // 2
+        return self.tables.class_of((CONVERSATION, why, answer, pace, size))
 
     def _hinted(self, hint: str, space: Namespace) -> int:
         """A class of the sender's own below the family: a false hint is priced by what its sender's were."""

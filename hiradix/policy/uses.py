@@ -109,8 +109,9 @@ class UseLog:
 
     shared_from = 0  # visits from which on `class_of` is asked; what fewer came by is in the request's own
 
-    def own_class(self, turn: int, num_known: int, request: Finished, key: RadixKey) -> int:
-        """The class of what a request uses alone. num_known: its leading pages that are cached or ghosts."""
+    def own_class(self, turn: int, away: int, num_known: int, request: Finished, key: RadixKey) -> int:
+        """The class of what a request uses alone. num_known: its leading pages that are cached or ghosts.
+        away: tokens since the last use of the deepest of them, 0 where there are none."""
         return 0
 
     def class_of(self, own: int, visits: int, gap: int | None) -> int:
@@ -142,7 +143,7 @@ class UseLog:
         prompt_tokens = request.prompt_tokens
         self.clock += prompt_tokens + request.output_tokens
         nodes, stretches = _known(tree, node)
-        num_known, turn, step, blocks = 0, 0, 1, EMPTY
+        num_known, turn, away, step, blocks = 0, 0, 0, 1, EMPTY
         if stretches:
             num_known, owner = stretches[-1]
             blocks = owner.use.blocks  # type: ignore[union-attr]
@@ -152,14 +153,17 @@ class UseLog:
             num_known, owner = stretches[-1]
             if owner is None:
                 raise Misuse("what is known has a note")
+            away = self.clock - owner.clock
             if num_known >= max(2, owner.use.pages - 1):
                 turn, step = owner.use.turn + 1, 0
         own = 0
         if num_known < node.end:
             stretches.append((node.end, None))
-            own = self.own_class(turn, num_known, request, key)
+            own = self.own_class(turn, away, num_known, request, key)
         elif any(old.visits + step < 2 for _, old in stretches if old is not None):
-            own = self.own_class(turn, num_known, request, key)  # a class that nothing is in is not made
+            own = self.own_class(
+                turn, away, num_known, request, key
+            )  # a class that nothing is in is not made
         use = RequestUse(turn, -(-prompt_tokens // self.page_tokens), blocks)
         noted = self._noted(use, stretches, own, step)
         if has_ghosts:

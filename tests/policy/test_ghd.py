@@ -45,7 +45,9 @@ class Small:
         assert self.cache.learner is not None
         return self.cache.learner
 
-    def request(self, tokens: list[int], hint: str | None = None, salt: str | None = None) -> int:
+    def request(
+        self, tokens: list[int], hint: str | None = None, salt: str | None = None, stop: str = ""
+    ) -> int:
         """Pages it found."""
         key = RadixKey(tokens, cache_salt=salt)
         match = self.cache.match(key)
@@ -54,7 +56,8 @@ class Small:
         self.cache.make_room(short)
         pages = self.pages.alloc(short) if short else np.empty(0, np.int32)
         assert pages is not None
-        done = self.cache.insert(key, pages, at=lock, ended=Finished(512 * len(key), 100, hint))
+        ended = Finished(512 * len(key), 100, hint, stop=stop)
+        done = self.cache.insert(key, pages, at=lock, ended=ended)
         self.tree.unlock(lock)
         self.tree.unlock(done)
         return match.device_node.end
@@ -402,3 +405,19 @@ def test_what_is_said_of_a_request_that_ends_is_text() -> None:
     for session, stop in bad:
         with pytest.raises(TypeError):
             Finished(512, 9, None, session, stop)
+
+
+def test_a_session_that_calls_a_tool_is_kept_over_one_whose_turn_is_over() -> None:
+    """Both look alike but for why their answers ended; the tool's callers come back soon, the others never."""
+    small = Small(64)
+    for number in range(400):
+        call, over = [4 * number, 1, 2], [4 * number + 1, 1, 2]
+        small.request(call, stop="tool_use")
+        small.request(over, stop="end_turn")
+        small.request([*call, 3], stop="end_turn")
+    small.request([9001, 1, 2], stop="tool_use")
+    small.request([9002, 1, 2], stop="end_turn")
+    for number in range(12):
+        small.request([9100 + number, 1, 2, 3, 4], stop="end_turn")
+    assert small.request([9001, 1, 2, 3], stop="end_turn") == 3
+    assert small.request([9002, 1, 2, 3], stop="end_turn") == 0
