@@ -26,14 +26,14 @@ from common import Report, Row  # noqa: E402
 
 from hiradix.apps.replay.closed_loop import Answered, ServerRates  # noqa: E402
 from hiradix.apps.replay.closed_report import ClosedCell, most_agents  # noqa: E402
-from hiradix.apps.replay.crowd import Crowd  # noqa: E402
 from hiradix.apps.replay.lab import Cell, Source  # noqa: E402
 from hiradix.apps.replay.main import play, tokens  # noqa: E402
-from hiradix.apps.replay.records import open_records  # noqa: E402
 from hiradix.apps.replay.report import span_of  # noqa: E402
-from hiradix.apps.replay.sessions import Fleet, SessionFile, read_sessions  # noqa: E402
 from hiradix.apps.replay.simulated_cache import Tiers  # noqa: E402
 from hiradix.apps.replay.timing import Machine  # noqa: E402
+from hiradix.apps.traces.crowd import Crowd  # noqa: E402
+from hiradix.apps.traces.records import open_records  # noqa: E402
+from hiradix.apps.traces.sessions import Fleet, SessionFile, read_sessions  # noqa: E402
 from hiradix.policy.admission import AdmissionPolicy, WaitingRequest  # noqa: E402
 
 TRACE = HERE / "data" / "agentic_sessions.jsonl.xz"

@@ -39,7 +39,7 @@ from common import Report, Row  # noqa: E402
 
 from hiradix.apps.bench.agents import AgentPlayer, AgentRun, Smaller, draw_agents  # noqa: E402
 from hiradix.apps.demo.process import ServerProcess  # noqa: E402
-from hiradix.apps.replay.crowd import Agent, Crowd  # noqa: E402
+from hiradix.apps.traces.crowd import Agent, Crowd  # noqa: E402
 from tests.e2e.tiny_model import SIZES, write_tiny_tokenizer  # noqa: E402
 from tests.seeded_model import seeded_model  # noqa: E402
 

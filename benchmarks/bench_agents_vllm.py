@@ -28,7 +28,7 @@ from typing import Any
 
 from benchmarks.common import Report, Row
 from hiradix.apps.bench.agents import Smaller, draw_agents
-from hiradix.apps.replay.crowd import Agent, Crowd
+from hiradix.apps.traces.crowd import Agent, Crowd
 from tests.e2e.tiny_model import VOCAB_SIZE, write_tiny_model
 from tests.vllm.player import Player, judge
 

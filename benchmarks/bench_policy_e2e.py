@@ -38,7 +38,7 @@ from hiradix.apps.engine.engine import Engine  # noqa: E402
 from hiradix.apps.replay.lab import Cell, CellResult, Source, run_cell  # noqa: E402
 from hiradix.apps.replay.simulated_cache import Tiers  # noqa: E402
 from hiradix.apps.replay.timing import Machine  # noqa: E402
-from hiradix.apps.replay.trace import Trace, TraceRequest  # noqa: E402
+from hiradix.apps.traces.trace import Trace, TraceRequest  # noqa: E402
 from hiradix.config import HiCacheConfig  # noqa: E402
 
 TRACE = HERE / "data" / "conversation_trace.jsonl.xz"

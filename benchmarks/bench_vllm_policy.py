@@ -33,8 +33,8 @@ from hiradix.adapters.vllm.orders import Orders  # noqa: E402
 from hiradix.adapters.vllm.scheduler import SchedulerRole  # noqa: E402
 from hiradix.adapters.vllm.scheduler_plan import SchedulerPlan, StepRequest  # noqa: E402
 from hiradix.apps.replay.main import tokens  # noqa: E402
-from hiradix.apps.replay.readers import read_trace  # noqa: E402
-from hiradix.apps.replay.trace import Trace, TraceRequest  # noqa: E402
+from hiradix.apps.traces.readers import read_trace  # noqa: E402
+from hiradix.apps.traces.trace import Trace, TraceRequest  # noqa: E402
 from hiradix.cache.host_index import HostIndex  # noqa: E402
 from hiradix.policy.eviction import make_order  # noqa: E402
 from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy  # noqa: E402

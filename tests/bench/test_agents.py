@@ -12,7 +12,7 @@ import pytest
 
 from hiradix.apps.bench.agents import AgentPlayer, AgentRun, Smaller, draw_agents, main
 from hiradix.apps.bench.client import BenchError, Sources
-from hiradix.apps.replay.crowd import Agent, Crowd, Turn
+from hiradix.apps.traces.crowd import Agent, Crowd, Turn
 from hiradix.errors import ConfigError
 from tests.bench.fake_server import Body, Reply, Seen, fake_server
 from tests.replay.test_sessions import request, session, written

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from hiradix.apps.replay.generate import generate
 from hiradix.apps.replay.play import Player
-from hiradix.apps.replay.readers import read_trace
 from hiradix.apps.replay.simulated_cache import Tiers
-from hiradix.apps.replay.trace import Trace
+from hiradix.apps.traces.readers import read_trace
+from hiradix.apps.traces.trace import Trace
 from hiradix.policy import ghd
 from hiradix.policy.class_queues_python import FEW, ClassQueue
 from hiradix.policy.class_ranks import BUCKETS, EDGE_LIST, ClassRanks

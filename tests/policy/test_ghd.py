@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hiradix.apps.replay.generate import generate
 from hiradix.apps.replay.play import Player
 from hiradix.apps.replay.simulated_cache import Tiers
-from hiradix.apps.replay.trace import Trace
+from hiradix.apps.traces.trace import Trace
 from hiradix.cache import HierarchicalCache
 from hiradix.errors import ConfigError
 from hiradix.memory import PageAllocator

@@ -21,6 +21,8 @@ BORDERS = {
     "hiradix.cache.pages.PairedSource": "an engine's allocator of windows, in pages",
     "hiradix.cache.foreign_device.BlockOwner": "the request whose block table an engine has",
     "hiradix.adapters.vllm.requests.EngineRequest": "vLLM's request",
+    "hiradix.adapters.vllm.residency.QueuedRequest": "vLLM's request, while it waits",
+    "hiradix.adapters.vllm.residency.BlockPool": "vLLM's device blocks",
     "hiradix.adapters.probe.Requirement": "what an adapter uses of its engine",
     "hiradix.transfer.executor.StorageExecutor": "who carries orders out: this process, or an engine's workers",
     "hiradix.memory.pools.LayerCounter": "an engine's layer gate",

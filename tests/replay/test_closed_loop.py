@@ -11,10 +11,10 @@ import pytest
 
 from hiradix.apps.replay.closed_loop import Answered, ClosedLoop, ServerRates
 from hiradix.apps.replay.closed_report import ClosedCell, most_agents
-from hiradix.apps.replay.crowd import Agent, Crowd, Turn
-from hiradix.apps.replay.sessions import BLOCK, AgentRequest, AgentSession, SessionFile
 from hiradix.apps.replay.simulated_cache import Tiers
 from hiradix.apps.replay.timing import Machine
+from hiradix.apps.traces.crowd import Agent, Crowd, Turn
+from hiradix.apps.traces.sessions import BLOCK, AgentRequest, AgentSession, SessionFile
 from hiradix.cli import main as hiradix
 from hiradix.errors import ConfigError
 from hiradix.policy.admission import admission_policies, make_admission

@@ -23,11 +23,11 @@ from hiradix.apps.replay.generate import KINDS, generate
 from hiradix.apps.replay.lab import Cell, Source, run, run_cell
 from hiradix.apps.replay.models import MODELS, belady
 from hiradix.apps.replay.play import Player
-from hiradix.apps.replay.readers import read_trace
 from hiradix.apps.replay.report import plot, row
 from hiradix.apps.replay.simulated_cache import Tiers
 from hiradix.apps.replay.timing import Machine
-from hiradix.apps.replay.trace import Namer, Trace, TraceRequest
+from hiradix.apps.traces.readers import read_trace
+from hiradix.apps.traces.trace import Namer, Trace, TraceRequest
 from hiradix.cli import main as hiradix
 from hiradix.errors import ConfigError
 from tests.seeds import seeded, seeds

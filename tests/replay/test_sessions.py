@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hiradix.apps.replay.readers import read_trace
-from hiradix.apps.replay.records import open_records
-from hiradix.apps.replay.sessions import Fleet, SessionFile, SubAgent, read_sessions
+from hiradix.apps.traces.readers import read_trace
+from hiradix.apps.traces.records import open_records
+from hiradix.apps.traces.sessions import Fleet, SessionFile, SubAgent, read_sessions
 from hiradix.cli import main as hiradix
 from hiradix.errors import ConfigError
 

@@ -14,10 +14,10 @@ import pytest
 from starlette.testclient import TestClient
 
 from hiradix.apps.engine.api import EngineStopped, Output, SamplingParams, Scope
-from hiradix.apps.replay.readers import read_trace
 from hiradix.apps.server.engine_service import EngineService
 from hiradix.apps.server.recorder import BLOCK_TOKENS, MAX_WAITING, TraceRecorder
 from hiradix.apps.server.service import Generation
+from hiradix.apps.traces.readers import read_trace
 from hiradix.errors import ConfigError
 from tests.e2e.tiny_model import write_tiny_model
 from tests.server.scripted import ScriptedService, application, piece

@@ -148,7 +148,7 @@ class Lone:
         assert not scheduler.requests and not len(scheduler.waiting) and not scheduler.running
         assert not scheduler._admission._requests and not scheduler._admission.policy.waiting
         assert not scheduler._admission._active and not scheduler._prefilling
-        assert not scheduler._residency._found
+        assert not scheduler._queue_prices._found
         assert scheduler.kv_cache_manager.usage == 0
 
 

@@ -198,7 +198,7 @@ class Play:
         return {
             "kind": type(scheduler).__name__, "policy": known.policy.name, "capacity": known.policy.capacity,
             "waiting": len(scheduler.waiting), "followed": len(known._requests), "active": len(known._active),
-            "prefilling": len(scheduler._prefilling), "priced": len(scheduler._residency._found),
+            "prefilling": len(scheduler._prefilling), "priced": len(scheduler._queue_prices._found),
         }  # fmt: skip
 
     def state(self) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hiradix.adapters.admission import ANSWER_TOKENS, EngineAdmission
-from hiradix.adapters.vllm.residency import DevicePrefixes, Residency
+from hiradix.adapters.vllm.residency import DevicePrefixes, QueuePrices
 from hiradix.cache.pages import CacheCounters
 from hiradix.policy.admission import make_admission
 from hiradix.policy.no_regret import NoRegret
@@ -62,13 +62,15 @@ def test_prices_go_by_where_a_prompt_is() -> None:
     prices = Prices(gate, PAGE)
     hashes = [b"%d" % at for at in range(10)]
     device = Device(3, names={name: at for at, name in enumerate(hashes)})
-    residency = Residency(prices, DevicePrefixes(PAGE, device.has, lambda names: names), None, lambda: 0.0)
+    queue_prices = QueuePrices(
+        prices, DevicePrefixes(PAGE, device.has, lambda names: names), None, lambda: 0.0
+    )
     asked = Asked(hashes, 40)
-    assert residency.price_s(asked) == pytest.approx(prices.first_token_s(28))
+    assert queue_prices.price_s(asked) == pytest.approx(prices.first_token_s(28))
     asked.num_computed_tokens = 36  # a prefill under way
-    assert residency.price_s(asked) == pytest.approx(prices.first_token_s(4))
+    assert queue_prices.price_s(asked) == pytest.approx(prices.first_token_s(4))
     asked.num_computed_tokens, asked.skip_reading_prefix_cache = 0, True
-    assert residency.price_s(asked) == pytest.approx(prices.first_token_s(40))
+    assert queue_prices.price_s(asked) == pytest.approx(prices.first_token_s(40))
 
 
 class World:
@@ -186,21 +188,21 @@ def test_the_host_is_asked_once_a_second_and_when_a_fetch_has_ended() -> None:
     gate, host, now_s = NoRegret(page_size=PAGE), Host(pages=2), [0.0]
     gate.computed(1, 10.0)
     prices, asked = Prices(gate, PAGE), Asked([], 40)
-    residency = Residency(prices, None, host.role(), lambda: now_s[0])
-    assert residency.price_s(asked) == pytest.approx(prices.first_token_s(32, 8))
+    queue_prices = QueuePrices(prices, None, host.role(), lambda: now_s[0])
+    assert queue_prices.price_s(asked) == pytest.approx(prices.first_token_s(32, 8))
     host.coming, host.tracked.is_fetching = 3, True  # storage has answered
-    assert residency.price_s(asked) == pytest.approx(prices.first_token_s(20, 8, 12))
+    assert queue_prices.price_s(asked) == pytest.approx(prices.first_token_s(20, 8, 12))
     host.pages, host.coming, host.tracked.is_fetching = 5, 0, False  # all of it has come
-    assert residency.price_s(asked) == pytest.approx(prices.first_token_s(20, 20))
+    assert queue_prices.price_s(asked) == pytest.approx(prices.first_token_s(20, 20))
     assert host.looks == 2
     host.pages = 9
     host.counters.written += 1
-    assert residency.price_s(asked) == pytest.approx(prices.first_token_s(20, 20)) and host.looks == 2
+    assert queue_prices.price_s(asked) == pytest.approx(prices.first_token_s(20, 20)) and host.looks == 2
     now_s[0] += 1.0
-    assert residency.price_s(asked) == pytest.approx(prices.first_token_s(4, 36)) and host.looks == 3
+    assert queue_prices.price_s(asked) == pytest.approx(prices.first_token_s(4, 36)) and host.looks == 3
     now_s[0] += 5.0  # nothing has come or gone
-    residency.price_s(asked)
+    queue_prices.price_s(asked)
     assert host.looks == 3
-    residency.forget("r")
-    residency.price_s(asked)
+    queue_prices.forget("r")
+    queue_prices.price_s(asked)
     assert host.looks == 4

@@ -147,7 +147,7 @@ class _Found:
     is_fetching: bool = False
 
 
-class Residency:
+class QueuePrices:
     """Prices requests by where their prompts are. role: our connector's, or None: only the device counts.
 
     A price costs two looks at vLLM's block table, and now and then a walk of the host's tree: at most once in

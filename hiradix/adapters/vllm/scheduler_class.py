@@ -21,7 +21,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from hiradix.adapters.admission import EngineAdmission
 from hiradix.adapters.vllm.connector import HiRadixConnector
-from hiradix.adapters.vllm.residency import DevicePrefixes, IdleBlocks, Residency
+from hiradix.adapters.vllm.residency import DevicePrefixes, IdleBlocks, QueuePrices
 from hiradix.adapters.vllm.scheduler import SchedulerRole
 from hiradix.adapters.vllm.settings import schedule_policy
 from hiradix.adapters.vllm.step_meter import StepMeter
@@ -143,7 +143,7 @@ class HiRadixScheduler(Scheduler):
         device = self._look_at_device()
         self._idle = None if device is None else device[1]
         self._device = None if device is None else device[0]
-        self._residency = Residency(prices, self._device, role, clock)
+        self._queue_prices = QueuePrices(prices, self._device, role, clock)
         self._admission = EngineAdmission(
             make_admission(name, self._capacity()), prices, self._price_s, clock
         )
@@ -218,7 +218,7 @@ class HiRadixScheduler(Scheduler):
             if rid in self._prefilling and (request.num_output_tokens or stop != "abort"):
                 self._has_first_token(rid)
             self._prefilling.pop(rid, None)
-            self._residency.forget(rid)
+            self._queue_prices.forget(rid)
             if self._idle is not None and self._device is not None:
                 names = self._device.names(request)
                 self._idle.ended(self._admission.session_of(rid), names)
@@ -227,7 +227,7 @@ class HiRadixScheduler(Scheduler):
 
     def _has_first_token(self, rid: str) -> None:
         del self._prefilling[rid]
-        self._residency.forget(rid)
+        self._queue_prices.forget(rid)
         self._admission.first_token(rid)
 
     # -- what is offered --------------------------------------------------------------------
@@ -253,7 +253,7 @@ class HiRadixScheduler(Scheduler):
         self.waiting.taken.clear()
 
     def _price_s(self, rid: str) -> float:
-        return self._residency.price_s(self.requests[rid])
+        return self._queue_prices.price_s(self.requests[rid])
 
 
 class HiRadixAsyncScheduler(HiRadixScheduler, AsyncScheduler):

@@ -26,9 +26,9 @@ import httpx
 import numpy as np
 
 from hiradix.apps.bench.client import BenchError, Sources, sources_of
-from hiradix.apps.replay.crowd import Agent, Crowd, Turn
-from hiradix.apps.replay.records import open_records
-from hiradix.apps.replay.sessions import BLOCK, read_sessions
+from hiradix.apps.traces.crowd import Agent, Crowd, Turn
+from hiradix.apps.traces.records import open_records
+from hiradix.apps.traces.sessions import BLOCK, read_sessions
 from hiradix.errors import CacheError, ConfigError
 
 READ_TIMEOUT_S = 1800.0

@@ -1,1 +1,1 @@
-"""Floor 6: the replay lab. Plays traces through the real tree and cache over simulated pools, and reports."""
+"""Floor 7: the replay lab. Plays traces through the real tree and cache over simulated pools, and reports."""

@@ -17,10 +17,10 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from hiradix.apps.replay.crowd import Agent, Turn
-from hiradix.apps.replay.sessions import BLOCK
 from hiradix.apps.replay.simulated_cache import SimulatedCache, Tiers
 from hiradix.apps.replay.timing import Machine
+from hiradix.apps.traces.crowd import Agent, Turn
+from hiradix.apps.traces.sessions import BLOCK
 from hiradix.errors import ConfigError, Misuse
 from hiradix.policy.admission import AdmissionPolicy, WaitingRequest
 from hiradix.policy.continuations import Continuations

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from hiradix.apps.replay.closed_loop import Answered, ClosedLoop, ServerRates
-from hiradix.apps.replay.crowd import Crowd, working_set_tokens
-from hiradix.apps.replay.records import open_records
 from hiradix.apps.replay.report import Row, millions
-from hiradix.apps.replay.sessions import SessionFile, is_sessions, read_sessions
 from hiradix.apps.replay.simulated_cache import Tiers
 from hiradix.apps.replay.timing import Machine
+from hiradix.apps.traces.crowd import Crowd, working_set_tokens
+from hiradix.apps.traces.records import open_records
+from hiradix.apps.traces.sessions import SessionFile, is_sessions, read_sessions
 from hiradix.errors import ConfigError
 from hiradix.policy.admission import AdmissionPolicy, admission_policies, make_admission
 

@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
-from hiradix.apps.replay.trace import Namer, Trace, TraceRequest
+from hiradix.apps.traces.trace import Namer, Trace, TraceRequest
 from hiradix.errors import ConfigError
 
 BLOCK = 512

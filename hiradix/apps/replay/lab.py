@@ -19,10 +19,10 @@ import numpy as np
 from hiradix.apps.replay.generate import generate
 from hiradix.apps.replay.models import MODELS
 from hiradix.apps.replay.play import REASONS, TIER_NAMES, Played, Player
-from hiradix.apps.replay.readers import read_trace
-from hiradix.apps.replay.sessions import EVERY_SESSION, Fleet
 from hiradix.apps.replay.simulated_cache import Tiers
-from hiradix.apps.replay.trace import Trace
+from hiradix.apps.traces.readers import read_trace
+from hiradix.apps.traces.sessions import EVERY_SESSION, Fleet
+from hiradix.apps.traces.trace import Trace
 from hiradix.errors import ConfigError
 from hiradix.policy.eviction import eviction_policies
 

@@ -15,9 +15,9 @@ from hiradix.apps.replay.closed_report import table as closed_table
 from hiradix.apps.replay.lab import Cell, CellResult, Source, check_policy, run
 from hiradix.apps.replay.models import MODELS
 from hiradix.apps.replay.report import plot, row, table, write_json
-from hiradix.apps.replay.sessions import Fleet
 from hiradix.apps.replay.simulated_cache import Tiers
 from hiradix.apps.replay.timing import add_machine_flags, machine_of
+from hiradix.apps.traces.sessions import Fleet
 from hiradix.errors import CacheError, ConfigError
 
 POLICIES = "lru,lfu,2q,ghd,arc,s3fifo,sieve,belady"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from hiradix.apps.replay.trace import Trace
+from hiradix.apps.traces.trace import Trace
 
 Hits = npt.NDArray[np.int64]  # tokens per request
 NEVER = 1 << 60

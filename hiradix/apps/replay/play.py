@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hiradix.apps.replay.simulated_cache import SimulatedCache, Tiers
-from hiradix.apps.replay.trace import Trace, TraceRequest
+from hiradix.apps.traces.trace import Trace, TraceRequest
 from hiradix.errors import Misuse
 from hiradix.policy.uses import Finished
 from hiradix.tree import RadixKey, Tier

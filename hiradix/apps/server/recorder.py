@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hiradix.apps.engine.api import Scope
-from hiradix.apps.replay.packed import PACKED, packer, unpacked_head
+from hiradix.apps.traces.packed import PACKED, packer, unpacked_head
 from hiradix.errors import ConfigError
 
 logger = logging.getLogger(__name__)

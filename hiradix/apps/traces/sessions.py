@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hiradix.apps.replay.records import Record, Records, count_of, ids_of, time_at, time_of
-from hiradix.apps.replay.trace import Trace, TraceRequest
+from hiradix.apps.traces.records import Record, Records, count_of, ids_of, time_at, time_of
+from hiradix.apps.traces.trace import Trace, TraceRequest
 from hiradix.errors import ConfigError
 
 BLOCK = 512  # tokens: those of a session are gathered to it

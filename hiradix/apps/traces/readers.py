@@ -19,9 +19,9 @@ from pathlib import Path
 
 import numpy as np
 
-from hiradix.apps.replay.records import Record, count_of, field_of, ids_of, open_records, time_at, time_of
-from hiradix.apps.replay.sessions import EVERY_SESSION, Fleet, is_sessions, merged, read_sessions
-from hiradix.apps.replay.trace import Namer, Trace, TraceRequest
+from hiradix.apps.traces.records import Record, count_of, field_of, ids_of, open_records, time_at, time_of
+from hiradix.apps.traces.sessions import EVERY_SESSION, Fleet, is_sessions, merged, read_sessions
+from hiradix.apps.traces.trace import Namer, Trace, TraceRequest
 from hiradix.errors import ConfigError
 from hiradix.policy.uses import known_hint
 

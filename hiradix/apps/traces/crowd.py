@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hiradix.apps.replay.sessions import BLOCK, AgentRequest, AgentSession, SessionBlocks, SessionFile
-from hiradix.apps.replay.trace import Blocks
+from hiradix.apps.traces.sessions import BLOCK, AgentRequest, AgentSession, SessionBlocks, SessionFile
+from hiradix.apps.traces.trace import Blocks
 from hiradix.errors import ConfigError
 
 LEAST_TURNS = 10  # of its own: a shorter session is left out

@@ -20,7 +20,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from hiradix.apps.replay.packed import read_gzip, zstandard_for
+from hiradix.apps.traces.packed import read_gzip, zstandard_for
 from hiradix.errors import ConfigError
 
 MAX_BYTES = 4 << 30
