@@ -328,6 +328,12 @@ class Prefetcher:
             self._is_stale = True
         self.balance()
 
+    @property
+    def is_due(self) -> bool:
+        """Whether `next_round` may change something although nothing was asked for or has come since the last
+        one. Deadlines are looked at by `progress` alone."""
+        return self._is_stale or self._lacks_pages
+
     def balance(self) -> None:
         """Give room to those who wait for it, the nearest to its turn first. Next to nothing where nothing has
         happened since the last call."""
@@ -388,7 +394,7 @@ class Prefetcher:
             return False
         if p.phase is PrefetchPhase.DONE:
             self._running.append(p)
-        p.asked_pages, p.anchor, p.hit = asked, node, None
+        p.asked_pages, p.start_page, p.anchor, p.hit = asked, node.end, node, None
         p.wants_hold, p.started_s = False, self._clock()
         p.begins_at(node.end)
         if not self._join(p, node):
@@ -462,7 +468,7 @@ class Prefetcher:
         if primary is None:
             return False
         p.phase, p.primary = PrefetchPhase.JOINED, primary
-        p.anchor, p.start_page = node, node.end
+        p.asked_from(node)
         num_own = p.key.num_pages(self._tree.page_size) - _common_pages(
             p.key, primary.key, self._tree.page_size
         )
@@ -485,7 +491,7 @@ class Prefetcher:
         p.phase, p.primary = PrefetchPhase.QUERY, None
         p.num_queries += 1
         p.storage_epoch = self._tree.storage_epoch
-        start = p.anchor.end
+        start = p.start_page = p.anchor.end
         rows = self._tree.rows(p.key, p.anchor, start, start + p.asked_pages)
         prior = rows.prior if rows.start else b""
         query = StorageQuery(self, p, rows.start, prior, self.reads.num_known(p))
@@ -583,9 +589,8 @@ class Prefetcher:
         gained = max(0, node.end - p.start_page)
         p.loaded_pages += gained
         p.loaded_end = node.end
-        p.asked_pages = max(0, p.asked_pages - gained)
-        p.start_page += gained
-        p.anchor, p.had_end = node, max(p.had_end, node.end)
+        p.asked_from(node)
+        p.had_end = max(p.had_end, node.end)
         if p.hit is not None and p.hit.start <= node.end < p.hit.end:
             p.phase, self._is_stale = PrefetchPhase.FOUND, True
             return

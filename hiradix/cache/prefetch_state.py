@@ -29,7 +29,7 @@ class Prefetch:
 
     handle: Hashable
     key: RadixKey
-    asked_pages: int
+    asked_pages: int  # from `start_page` on
     start_page: int
     started_s: float
     limit_s: float  # the longest its request waits for storage
@@ -83,6 +83,11 @@ class Prefetch:
         if self.beside is not None:
             end = max(end, self.beside.node.end)
         return max(0, self.goal - end)
+
+    def asked_from(self, node: Node) -> None:
+        """It is asked for from the end of `node` on, as far as before."""
+        end = self.start_page + self.asked_pages
+        self.anchor, self.start_page, self.asked_pages = node, node.end, max(0, end - node.end)
 
     def begins_at(self, end: int) -> None:
         """It is read from page `end` on: what had come behind that for it is gone."""

@@ -262,9 +262,12 @@ class SchedulerRole:
         """The orders of a step in which no request gets a block, or None if `step` must see it.
 
         computed: request ids with the tokens computed when the step ends. None when one of them has a page
-        that is to be saved, or something has happened since `step`. Costs a look at each request.
+        that is to be saved, something has happened since `step`, or a request that waits may have room now.
+        Costs a look at each request.
         """
         if self._quiet is None or self.storage.is_asked:
+            return None
+        if self._prefetcher is not None and self._prefetcher.is_due:
             return None
         size, requests = self.index.page_size, self.requests
         for request_id, end in () if self._saves_lost else computed:
