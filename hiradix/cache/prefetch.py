@@ -61,6 +61,8 @@ class Prefetcher:
     """All prefetches under way, and the host room of requests that wait, by request handle.
 
     What is decided here follows from requests, agreed results and the common clock, so ranks decide alike.
+    on_entered(handle, first, node): the pages of `handle` from page `first` to the end of `node` were read for
+    it and are on the host.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Prefetcher:
         clock: Callable[[], float],
         no_regret: NoRegret,
         agree: Agree | None = None,
+        on_entered: Callable[[Hashable, int, Node], None] | None = None,
     ):
         self.policy = policy
         self.num_short = 0  # requests whose pages were found and that have no room for them, as of `balance`
@@ -80,16 +83,18 @@ class Prefetcher:
         self._executor = executor
         self._in_flight = in_flight
         self._clock = clock
-        self.reads = self._make_reads(no_regret, agree)
+        self.reads = self._make_reads(Arrivals(supply, on_entered), no_regret, agree)
         self._waiting = WaitingOrder()
         self._running: list[Prefetch] = []  # not DONE; outlives the handle of an aborted request
         self._loaded: dict[Hashable, tuple[int, int]] = {}  # first page, pages
         self._is_stale = False  # something has happened that may let somebody have room
         self._lacks_pages = False  # somebody has room, and the host no page for it
-        self._num_held = 0  # pages of the backbone that those who wait have, as of `balance`
+        self.num_held = 0  # pages of the backbone that those who wait have, as of `balance`
 
-    def _make_reads(self, no_regret: NoRegret, agree: Agree | None) -> Reads | BoundaryReads:
-        arrivals, executor = Arrivals(self._supply), self._executor
+    def _make_reads(
+        self, arrivals: Arrivals, no_regret: NoRegret, agree: Agree | None
+    ) -> Reads | BoundaryReads:
+        executor = self._executor
         if not arrivals.others:
             return Reads(arrivals, executor, self._in_flight, self._finish, no_regret)
         step_pages = pages_of_a_step(self._tree.components, executor.page_bytes, executor.limits.batch_pages)
@@ -108,7 +113,7 @@ class Prefetcher:
         self._waiting.clear()
         self._running.clear()
         self._loaded.clear()
-        self.num_short = self._num_held = 0
+        self.num_short = self.num_held = 0
 
     # -- the request's side -------------------------------------------------------------
 
@@ -140,7 +145,7 @@ class Prefetcher:
         asked = key.num_pages(self._tree.page_size) - node.end
         if asked <= 0 or not self.policy.worth_asking(asked):
             return 0
-        asked = min(asked, self.reads.most(key, node) + self._num_held)
+        asked = min(asked, self.reads.most(key, node) + self.num_held)
         return asked if self.policy.worth_asking(asked) else 0
 
     def in_order(self, handles: Sequence[Hashable]) -> None:
@@ -347,7 +352,7 @@ class Prefetcher:
             )
             if not self._is_stale:
                 break
-        self.num_short, self._num_held = 0, self.reserved_pages()[BACKBONE]
+        self.num_short, self.num_held = 0, self.reserved_pages()[BACKBONE]
         for p in self._running:
             if p.phase is PrefetchPhase.FOUND:
                 self.num_short += 1

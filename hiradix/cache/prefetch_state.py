@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -151,8 +151,11 @@ class StorageHit:
 class Arrivals:
     """Gives the tree what reads have brought."""
 
-    def __init__(self, supply: PageSupply):
+    def __init__(
+        self, supply: PageSupply, on_entered: Callable[[Hashable, int, Node], None] | None = None
+    ) -> None:
         self.supply = supply
+        self.on_entered = on_entered
         self.tree: RadixTree = supply.tree
         self.others = list(enumerate(supply.tree.components))[1:]
 
@@ -184,6 +187,8 @@ class Arrivals:
         self.supply.counters.prefetched += gained
         if p.stopped:
             self.supply.counters.prefetched_late += gained
+        if self.on_entered is not None:
+            self.on_entered(p.handle, found.start, p.anchor)
 
     def _mark_stored(self, node: Node, found: StorageHit) -> None:
         """Storage has what it was asked for."""
