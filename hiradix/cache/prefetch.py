@@ -89,7 +89,7 @@ class Prefetcher:
         self._loaded: dict[Hashable, tuple[int, int]] = {}  # first page, pages
         self._is_stale = False  # something has happened that may let somebody have room
         self._lacks_pages = False  # somebody has room, and the host no page for it
-        self.num_held = 0  # pages of the backbone that those who wait have, as of `balance`
+        self.num_held = 0  # pages of the backbone that are held for those who wait, or read, as of `balance`
 
     def _make_reads(
         self, arrivals: Arrivals, no_regret: NoRegret, agree: Agree | None
