@@ -61,6 +61,8 @@ class Prefetcher:
     """All prefetches under way, and the host room of requests that wait, by request handle.
 
     What is decided here follows from requests, agreed results and the common clock, so ranks decide alike.
+    on_entered(handle, first, node): the pages of `handle` from page `first` to the end of `node` were read for
+    it and are on the host.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Prefetcher:
         clock: Callable[[], float],
         no_regret: NoRegret,
         agree: Agree | None = None,
+        on_entered: Callable[[Hashable, int, Node], None] | None = None,
     ):
         self.policy = policy
         self.num_short = 0  # requests whose pages were found and that have no room for them, as of `balance`
@@ -80,16 +83,18 @@ class Prefetcher:
         self._executor = executor
         self._in_flight = in_flight
         self._clock = clock
-        self.reads = self._make_reads(no_regret, agree)
+        self.reads = self._make_reads(Arrivals(supply, on_entered), no_regret, agree)
         self._waiting = WaitingOrder()
         self._running: list[Prefetch] = []  # not DONE; outlives the handle of an aborted request
         self._loaded: dict[Hashable, tuple[int, int]] = {}  # first page, pages
         self._is_stale = False  # something has happened that may let somebody have room
         self._lacks_pages = False  # somebody has room, and the host no page for it
-        self._num_held = 0  # pages of the backbone that those who wait have, as of `balance`
+        self.num_held = 0  # pages of the backbone that are held for those who wait, or read, as of `balance`
 
-    def _make_reads(self, no_regret: NoRegret, agree: Agree | None) -> Reads | BoundaryReads:
-        arrivals, executor = Arrivals(self._supply), self._executor
+    def _make_reads(
+        self, arrivals: Arrivals, no_regret: NoRegret, agree: Agree | None
+    ) -> Reads | BoundaryReads:
+        executor = self._executor
         if not arrivals.others:
             return Reads(arrivals, executor, self._in_flight, self._finish, no_regret)
         step_pages = pages_of_a_step(self._tree.components, executor.page_bytes, executor.limits.batch_pages)
@@ -108,7 +113,7 @@ class Prefetcher:
         self._waiting.clear()
         self._running.clear()
         self._loaded.clear()
-        self.num_short = self._num_held = 0
+        self.num_short = self.num_held = 0
 
     # -- the request's side -------------------------------------------------------------
 
@@ -140,7 +145,7 @@ class Prefetcher:
         asked = key.num_pages(self._tree.page_size) - node.end
         if asked <= 0 or not self.policy.worth_asking(asked):
             return 0
-        asked = min(asked, self.reads.most(key, node) + self._num_held)
+        asked = min(asked, self.reads.most(key, node) + self.num_held)
         return asked if self.policy.worth_asking(asked) else 0
 
     def in_order(self, handles: Sequence[Hashable]) -> None:
@@ -328,6 +333,12 @@ class Prefetcher:
             self._is_stale = True
         self.balance()
 
+    @property
+    def is_due(self) -> bool:
+        """Whether `next_round` may change something although nothing was asked for or has come since the last
+        one. Deadlines are looked at by `progress` alone."""
+        return self._is_stale or self._lacks_pages
+
     def balance(self) -> None:
         """Give room to those who wait for it, the nearest to its turn first. Next to nothing where nothing has
         happened since the last call."""
@@ -341,7 +352,7 @@ class Prefetcher:
             )
             if not self._is_stale:
                 break
-        self.num_short, self._num_held = 0, self.reserved_pages()[BACKBONE]
+        self.num_short, self.num_held = 0, self.reserved_pages()[BACKBONE]
         for p in self._running:
             if p.phase is PrefetchPhase.FOUND:
                 self.num_short += 1
@@ -388,7 +399,7 @@ class Prefetcher:
             return False
         if p.phase is PrefetchPhase.DONE:
             self._running.append(p)
-        p.asked_pages, p.anchor, p.hit = asked, node, None
+        p.asked_pages, p.start_page, p.anchor, p.hit = asked, node.end, node, None
         p.wants_hold, p.started_s = False, self._clock()
         p.begins_at(node.end)
         if not self._join(p, node):
@@ -462,7 +473,7 @@ class Prefetcher:
         if primary is None:
             return False
         p.phase, p.primary = PrefetchPhase.JOINED, primary
-        p.anchor, p.start_page = node, node.end
+        p.asked_from(node)
         num_own = p.key.num_pages(self._tree.page_size) - _common_pages(
             p.key, primary.key, self._tree.page_size
         )
@@ -485,7 +496,7 @@ class Prefetcher:
         p.phase, p.primary = PrefetchPhase.QUERY, None
         p.num_queries += 1
         p.storage_epoch = self._tree.storage_epoch
-        start = p.anchor.end
+        start = p.start_page = p.anchor.end
         rows = self._tree.rows(p.key, p.anchor, start, start + p.asked_pages)
         prior = rows.prior if rows.start else b""
         query = StorageQuery(self, p, rows.start, prior, self.reads.num_known(p))
@@ -583,9 +594,8 @@ class Prefetcher:
         gained = max(0, node.end - p.start_page)
         p.loaded_pages += gained
         p.loaded_end = node.end
-        p.asked_pages = max(0, p.asked_pages - gained)
-        p.start_page += gained
-        p.anchor, p.had_end = node, max(p.had_end, node.end)
+        p.asked_from(node)
+        p.had_end = max(p.had_end, node.end)
         if p.hit is not None and p.hit.start <= node.end < p.hit.end:
             p.phase, self._is_stale = PrefetchPhase.FOUND, True
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -29,7 +29,7 @@ class Prefetch:
 
     handle: Hashable
     key: RadixKey
-    asked_pages: int
+    asked_pages: int  # from `start_page` on
     start_page: int
     started_s: float
     limit_s: float  # the longest its request waits for storage
@@ -83,6 +83,11 @@ class Prefetch:
         if self.beside is not None:
             end = max(end, self.beside.node.end)
         return max(0, self.goal - end)
+
+    def asked_from(self, node: Node) -> None:
+        """It is asked for from the end of `node` on, as far as before."""
+        end = self.start_page + self.asked_pages
+        self.anchor, self.start_page, self.asked_pages = node, node.end, max(0, end - node.end)
 
     def begins_at(self, end: int) -> None:
         """It is read from page `end` on: what had come behind that for it is gone."""
@@ -146,8 +151,11 @@ class StorageHit:
 class Arrivals:
     """Gives the tree what reads have brought."""
 
-    def __init__(self, supply: PageSupply):
+    def __init__(
+        self, supply: PageSupply, on_entered: Callable[[Hashable, int, Node], None] | None = None
+    ) -> None:
         self.supply = supply
+        self.on_entered = on_entered
         self.tree: RadixTree = supply.tree
         self.others = list(enumerate(supply.tree.components))[1:]
 
@@ -179,6 +187,8 @@ class Arrivals:
         self.supply.counters.prefetched += gained
         if p.stopped:
             self.supply.counters.prefetched_late += gained
+        if self.on_entered is not None:
+            self.on_entered(p.handle, found.start, p.anchor)
 
     def _mark_stored(self, node: Node, found: StorageHit) -> None:
         """Storage has what it was asked for."""

@@ -22,6 +22,7 @@ from hiradix.memory import PageAllocator
 from hiradix.policy.no_regret import NoRegret
 from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy
 from hiradix.transfer import JobKind, Result, StorageExecutor, Ticket, TransferLimits
+from hiradix.transfer.jobs import QueryPayload
 from hiradix.tree import HOST, RadixKey, RadixTree
 from hiradix.tree.hashing import PageRows, hash_pages
 
@@ -50,7 +51,8 @@ class OrderBook:
     def query(
         self, rows: PageRows, num_pages: int | None = None, windows: Sequence[Any] = (), known: int = 0
     ) -> Ticket:
-        return self._order(JobKind.QUERY, rows, len(rows) if num_pages is None else num_pages)
+        asked = QueryPayload(rows, len(rows) if num_pages is None else num_pages)
+        return self._order(JobKind.QUERY, asked.rows, asked.num_pages)
 
     def read(
         self, hashes: Sequence[bytes], host_pages: Any, chain: Any = None, others: Iterable[Any] = (),

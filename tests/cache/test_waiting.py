@@ -274,6 +274,28 @@ def test_what_joined_one_that_waits_for_room_has_its_place_in_the_order() -> Non
     planner.gone()
 
 
+def test_who_joins_late_asks_for_no_page_behind_its_prompt() -> None:
+    """Part of what it was asked for has come to the host meanwhile, and what it joined brings the rest of what
+    storage has: what is left to ask for ends where it ended before."""
+    planner = Waiting({"big": prompt(1, ROOM), "head": prompt(2, 6, shared=6)})
+    longer, head = prompt(3, 8, shared=6), planner.prompts["head"]
+    planner.arrive("big")
+    planner.prefetcher.start("longer", longer, planner.tree.root)
+    planner.run()
+    assert planner.prefetcher.num_short == 1
+    pages = planner.supply.alloc_host(4)
+    assert pages is not None
+    planner.tree.unlock(planner.tree.insert(head.head(4, PAGE_SIZE), HOST, [pages]).lock)
+    planner.prefetcher.abort("big")
+    planner.arrive("head")
+    planner.prefetcher.next_round()
+    planner.settle()
+    assert planner.prefetcher.progress("longer") and planner.prefetcher.progress("head")
+    assert planner.prefetcher.pop_loaded_span("longer") == (4, 2)
+    planner.prefetcher.abort("longer")
+    planner.gone()
+
+
 def test_what_is_held_keeps_nothing_on_the_device() -> None:
     """Pages of the device are for those who run: where the host has not got a prefix, it is not held."""
     world = stored_world(6, host_pages=40)

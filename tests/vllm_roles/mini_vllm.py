@@ -219,6 +219,9 @@ class FakePart:
             self._whole.pages[self._name(key)] = b"".join(bytes(view) for view in views)
         return [True] * len(keys)
 
+    def close(self, timeout_s: float = 0.0) -> None:
+        """Nothing to let go of."""
+
 
 @dataclass(frozen=True)
 class World:

@@ -176,9 +176,11 @@ class Host:
             return SimpleNamespace(num_pages=min(key, self.pages))
 
         self.counters = CacheCounters()
-        self.tracked = SimpleNamespace(is_fetching=False, key=lambda num_pages, size: num_pages)
+        self.tracked = SimpleNamespace(key=lambda num_pages, size: num_pages)
         index = SimpleNamespace(is_open=True, page_size=PAGE, counters=self.counters, find=find)
-        prefetcher = SimpleNamespace(fetching_pages=lambda rid: self.coming)
+        prefetcher = SimpleNamespace(
+            fetching_pages=lambda rid: self.coming, is_done=lambda rid: not self.coming
+        )
         return SimpleNamespace(
             requests={"r": self.tracked}, index=index, has_storage=True, prefetcher=prefetcher
         )
@@ -190,9 +192,9 @@ def test_the_host_is_asked_once_a_second_and_when_a_fetch_has_ended() -> None:
     prices, asked = Prices(gate, PAGE), Asked([], 40)
     queue_prices = QueuePrices(prices, None, host.role(), lambda: now_s[0])
     assert queue_prices.price_s(asked) == pytest.approx(prices.first_token_s(32, 8))
-    host.coming, host.tracked.is_fetching = 3, True  # storage has answered
+    host.coming = 3  # storage has answered
     assert queue_prices.price_s(asked) == pytest.approx(prices.first_token_s(20, 8, 12))
-    host.pages, host.coming, host.tracked.is_fetching = 5, 0, False  # all of it has come
+    host.pages, host.coming = 5, 0  # all of it has come
     assert queue_prices.price_s(asked) == pytest.approx(prices.first_token_s(20, 20))
     assert host.looks == 2
     host.pages = 9

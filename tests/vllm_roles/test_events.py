@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hiradix.adapters.vllm.events import HostEvents, Stored
 from hiradix.tree import Tier
 from tests.vllm_roles.mini_vllm import FakeRequest, MiniVLLM, S, World
 from tests.vllm_roles.test_life import request
+from tests.vllm_roles.test_prefetches import PAGES, ROOMY
 
 
 def names_on_host(vllm: MiniVLLM) -> set[bytes]:
@@ -48,3 +50,46 @@ def test_events_add_up_to_what_the_host_has(period: int) -> None:
     vllm.role.reset()
     (removed,) = vllm.role.take_events()
     assert set(removed) == on_host
+
+
+def test_pages_that_are_fetched_a_second_time_are_told_again() -> None:
+    """As those of a request that has let go of them for one before it."""
+    store: list[dict[str, bytes]] = [{}]
+    world = replace(ROOMY, host_pages=3 * PAGES, max_running=1)
+    first = MiniVLLM(world, store)
+    for name, at in (("a", 1), ("b", 500)):
+        first.add(request(name, PAGES, max_tokens=1, first=at))
+    first.drain()
+    vllm = MiniVLLM(world, store, events=HostEvents(S, 1, lambda event: event, list))
+    on_host: set[bytes] = set()
+
+    def follow() -> None:
+        for _ in range(20):
+            vllm.step()
+            vllm.ranks[0].driver.run()
+            for event in vllm.role.take_events():
+                if isinstance(event, Stored):
+                    on_host.update(event.hashes)
+                else:
+                    on_host.difference_update(event)
+
+    long = FakeRequest("long", [7] * 2 * S, 400)
+    vllm.add(long)
+    vllm.run(lambda: vllm.running == [long])
+    later, sooner = request("b", PAGES, max_tokens=1, first=500), request("a", PAGES, max_tokens=1)
+    vllm.add(later)
+    follow()
+    assert vllm.role.gauges["waiting_reserved_pages"] == PAGES and on_host.issuperset(later.block_hashes)
+    vllm.add(sooner)
+    vllm.role.prefetcher.in_order(["a", "b"])
+    follow()
+    gauges = {"waiting_reserved_pages": PAGES, "waiting_reserved_pages_cap": 3 * PAGES // 2}
+    assert vllm.role.gauges == {**gauges, "requests_waiting_for_host_room": 1}
+    vllm.index.supply.evict(Tier.HOST, 3 * PAGES)
+    follow()
+    assert on_host.issuperset(sooner.block_hashes) and not on_host.issuperset(later.block_hashes)
+    vllm.abort(sooner)
+    follow()
+    assert vllm.role.prefetch_figures.refetched == PAGES and on_host.issuperset(later.block_hashes)
+    assert vllm.role.take_figures()["waiting_reserved_pages"] == PAGES
+    vllm.drain()

@@ -14,10 +14,19 @@ from sglang.srt.observability.metrics_collector import (
 from sglang.srt.runtime_context import get_observability, get_parallel
 
 from hiradix.transfer import JobKind, KindStats
+from hiradix.tree import BACKBONE
 
 POOL = "kv"
 # SGLang's reasons for storage hits that were not used; ours that it has no name for are shown as the last
 _REASONS = ("below_threshold", "host_capacity", "storage_transfer", "deadline", "dropped")
+# host room of requests that wait: held or being filled now, the most of it, requests that have none yet
+ROOM_GAUGES = {
+    "hiradix:waiting_reserved_tokens": "Host tokens held for requests that wait, or being fetched for them.",
+    "hiradix:waiting_reserved_tokens_cap": "Of these, at most.",
+    "hiradix:requests_waiting_for_host_room": (
+        "Requests whose tokens storage has and that have no host room for them yet."
+    ),
+}
 
 
 class MetricsFeed:
@@ -30,6 +39,8 @@ class MetricsFeed:
         self._seen: dict[str, int] = {}
         self._kinds: dict[JobKind, KindStats] = {}
         self._num_results = -1
+        self._room_gauges: list[Any] = []
+        self._room: tuple[int, ...] = ()  # as it was shown
 
     def show_storage(self, name: str | None) -> None:
         """A backend was attached: its series carry its name. Label names never change, so it can be called
@@ -43,12 +54,23 @@ class MetricsFeed:
         if self._storage is None:
             collector = resolve_collector_class(STAT_LOGGER_ROLE_STORAGE, StorageMetricsCollector)
             self._storage = collector(labels=labels)
+            kind = collector._gauge_cls or _plain_gauge()
+            self._room_gauges = [
+                kind(gauge, text, labelnames=list(labels), multiprocess_mode="mostrecent")
+                for gauge, text in ROOM_GAUGES.items()
+            ]
         else:
+            self._show_room((0, 0, 0))  # of the storage there was
             self._storage.labels = labels
 
     def update(self) -> None:
         """Add what happened since the last call. Next to free when no transfer has ended."""
         inner = self._cache.inner
+        if self._storage is not None:
+            prefetcher, size = inner.cache.prefetcher, self._cache.page_size
+            self._show_room(
+                (prefetcher.num_held * size, prefetcher.caps[BACKBONE] * size, prefetcher.num_short)
+            )
         stats = inner.controller.stats()
         num_results = sum(kind.num_results for kind in stats.kinds.values())
         if num_results == self._num_results:
@@ -58,6 +80,13 @@ class MetricsFeed:
         if self._storage is not None:
             self._add_storage(inner.cache.counters)
         self._kinds = dict(stats.kinds)
+
+    def _show_room(self, room: tuple[int, ...]) -> None:
+        if room == self._room:
+            return
+        self._room = room
+        for gauge, value in zip(self._room_gauges, room, strict=True):
+            gauge.labels(**self._storage.labels).set(value)
 
     def _add_copies(self, kinds: Any) -> None:
         """Copies between device and host: SGLang's collector counts tokens, bytes and seconds."""
@@ -96,3 +125,10 @@ class MetricsFeed:
             new.num_bytes - old.num_bytes,
             new.busy_s - old.busy_s,
         )
+
+
+def _plain_gauge() -> Any:
+    """Imported only now, as SGLang does: it sets where processes share their figures before."""
+    from prometheus_client import Gauge
+
+    return Gauge

@@ -52,7 +52,6 @@ class Tracked:
     """One request from its arrival to its end.
 
     local_tokens: what vLLM's own prefix cache had at the last lookup. num_saved: leading pages of its block
-    table that are saved or need not be. is_fetching: what a prefetch brings for it is still to be told of.
     loads: its loads under way. waiting_since: when it was first told to ask again, None if it was not.
     is_stale: what it has computed so far was so before a reset. is_promised: a lookup has promised it pages
     that vLLM has not taken up. gated: pages that a lookup has last weighed against computing them, and
@@ -64,7 +63,6 @@ class Tracked:
     extras: tuple[bytes | None, ...] | None
     local_tokens: int = 0
     num_saved: int = 0
-    is_fetching: bool = False
     loads: set[Ticket] = field(default_factory=set)
     waiting_since: float | None = None
     is_stale: bool = False

@@ -197,8 +197,8 @@ class QueuePrices:
             return
         counters, now_s = role.index.counters, self._clock()
         state = counters.evicted_host + counters.written + counters.prefetched
-        is_fetched = found.is_fetching and not tracked.is_fetching
-        found.is_fetching = tracked.is_fetching
+        is_fetching = role.has_storage and not role.prefetcher.is_done(request.request_id)
+        is_fetched, found.is_fetching = found.is_fetching and not is_fetching, is_fetching
         believed_s = UNCHANGED_S if state == found.host_at[0] else LOOK_AGAIN_S
         if now_s - found.host_at[1] < believed_s and not is_fetched:
             return

@@ -14,7 +14,7 @@ decide. One thread, vLLM's scheduler. Shares nothing with the workers but orders
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -38,7 +38,7 @@ from hiradix.errors import BadNamespace, Misuse
 from hiradix.policy.no_regret import GatedTransfer, NoRegret
 from hiradix.transfer import JobKind
 from hiradix.transfer.step_executor import StepExecutor
-from hiradix.tree import Pages, Tier
+from hiradix.tree import BACKBONE, Node, Pages, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,6 @@ class SchedulerRole:
         )
         self.meter = StepMeter(self.no_regret, plan.clock, self.index.page_size, plan.num_overlapping)
         self._prefetcher: Prefetcher | None = None  # once the workers' pools are known
-        self._fetching: dict[str, Tracked] = {}  # requests whose prefetch is under way
         self._saves_new = plan.writes.is_due(1)  # when pages are computed, not only when they are used again
         self._saves_lost = plan.writes.writes_on_evict  # and not before vLLM takes their blocks
         self._finished: NextStepSaves | WriteBackSaves = (
@@ -82,6 +81,7 @@ class SchedulerRole:
         self._state_parts = [component for component, kind in kinds if not kind.per_page]
         self._num_hit_tokens = self._num_fences = self._num_not_text = 0
         self._changes = Changes()
+        self._told_gauges: dict[str, float] = {}
         self._is_told = False  # nothing has happened since `take_figures`
         self._quiet: Orders | None = None  # of the next step, if nothing happens before it
 
@@ -91,7 +91,7 @@ class SchedulerRole:
         self.executor.open(page_bytes)
         self._prefetcher = Prefetcher(
             self.index.supply, self.executor, self.index.in_flight, self.plan.prefetch, self.plan.clock,
-            self.no_regret,
+            self.no_regret, on_entered=self._fetched,
         )  # fmt: skip
         self.storage.opened(self.plan.stored if has_storage else None)
 
@@ -127,11 +127,7 @@ class SchedulerRole:
             and not request.skip_reading_prefix_cache
         ):
             key = tracked.key(self._loadable_pages(request), self.index.page_size)
-            tracked.is_fetching = self.prefetcher.start(
-                request.request_id, key, self.index.tree.match(key).loadable_node
-            )
-            if tracked.is_fetching:
-                self._fetching[request.request_id] = tracked
+            self.prefetcher.start(request.request_id, key, self.index.tree.match(key).loadable_node)
 
     def lookup(self, request: EngineRequest, local_tokens: int) -> int | None:
         """Tokens the host can bring beyond vLLM's own `local_tokens`; None: ask again with the next step.
@@ -150,8 +146,6 @@ class SchedulerRole:
             return 0
         if not self.prefetcher.progress(request.request_id):
             return None
-        if tracked.is_fetching:
-            self._arrived_for(tracked)
         found = self.index.find(tracked.key(limit, self.index.page_size))
         if found.is_arriving and self._may_wait(tracked):
             return None
@@ -233,24 +227,15 @@ class SchedulerRole:
         """Let go of prefetched pages: they are loaded from here on, or not wanted. What is still on its way
         enters the tree all the same."""
         tracked.waiting_since = None
-        if tracked.is_fetching:
-            tracked.is_fetching = False
-            del self._fetching[tracked.request.request_id]
         if self._prefetcher is not None:
             self._prefetcher.abort(tracked.request.request_id)
             self.index.drop_lost()  # which it may have held
 
-    def _arrived_for(self, tracked: Tracked) -> None:
-        """A request's prefetch has ended, or has had its time: what it brought is told of."""
-        request_id = tracked.request.request_id
-        tracked.is_fetching = False
-        del self._fetching[request_id]
-        first, count = self.prefetcher.pop_loaded_span(request_id)
-        if not count:
-            return
-        node = self.index.resident_end(tracked.key(first + count, self.index.page_size))
-        pages = self.index.tree.pages(node, Tier.HOST, min(first, node.end))
-        self._tell_entered(tracked, first, pages)
+    def _fetched(self, request_id: Hashable, first: int, node: Node) -> None:
+        """What was read for a request is on the host: its pages from page `first` to the end of `node`."""
+        tracked = self.requests.get(str(request_id))
+        if tracked is not None:
+            self._tell_entered(tracked, first, self.index.tree.pages(node, Tier.HOST, first))
 
     # -- one step -----------------------------------------------------------------------------
 
@@ -262,9 +247,12 @@ class SchedulerRole:
         """The orders of a step in which no request gets a block, or None if `step` must see it.
 
         computed: request ids with the tokens computed when the step ends. None when one of them has a page
-        that is to be saved, or something has happened since `step`. Costs a look at each request.
+        that is to be saved, something has happened since `step`, or a request that waits may have room now.
+        Costs a look at each request.
         """
         if self._quiet is None or self.storage.is_asked:
+            return None
+        if self._prefetcher is not None and self._prefetcher.is_due:
             return None
         size, requests = self.index.page_size, self.requests
         for request_id, end in () if self._saves_lost else computed:
@@ -416,9 +404,6 @@ class SchedulerRole:
         if not has_come:
             return
         self._happened()
-        for tracked in list(self._fetching.values()):
-            if self.prefetcher.is_done(tracked.request.request_id):
-                self._arrived_for(tracked)
         self.index.drop_lost()
 
     def _storage_leaves(self, asked: Asked) -> None:
@@ -474,14 +459,29 @@ class SchedulerRole:
             left_out=self.no_regret.num_refused[GatedTransfer.FETCH],
         )
 
+    @property
+    def gauges(self) -> dict[str, float]:
+        """Host room of requests that wait, as of now: see `Prefetcher`."""
+        p = self._prefetcher
+        if p is None:
+            return {}
+        return {
+            "waiting_reserved_pages": p.num_held,
+            "waiting_reserved_pages_cap": p.caps[BACKBONE] if self.has_storage else 0,
+            "requests_waiting_for_host_room": p.num_short,
+        }
+
     def take_figures(self) -> dict[str, float]:
-        """What has changed since the last call, by name; empty if nothing has."""
+        """By how much counts have grown since the last call, and gauges that have changed, by name; empty if
+        nothing has."""
         if self._is_told:
             return {}
         self._is_told = True
         missed = {f"prefetch_missed_{why}_pages": n for why, n in self.index.counters.unfulfilled.items()}
         fetched = {f"prefetch_{name}_pages": pages for name, pages in vars(self.prefetch_figures).items()}
-        return self._changes.until({**vars(self.figures), **fetched, **missed})
+        told, self._told_gauges = self._told_gauges, self.gauges
+        changed = {name: value for name, value in self._told_gauges.items() if value != told.get(name, 0)}
+        return {**self._changes.until({**vars(self.figures), **fetched, **missed}), **changed}
 
     # -- the whole ------------------------------------------------------------------------------
 

@@ -36,40 +36,52 @@ FIGURES = {
     "backup_bytes": "Bytes put into storage, over all workers",
     "backup_seconds": "Seconds of puts into storage, over all workers",
 }
+GAUGES = {
+    "waiting_reserved_pages": "Host pages held for requests that wait, or being fetched for them",
+    "waiting_reserved_pages_cap": "Of these, at most",
+    "requests_waiting_for_host_room": "Requests whose pages storage has and that have no host room for them",
+}
 
 
 class HiRadixStats(KVConnectorStats):
-    """Counts since the last report, by name; adding two reports adds their counts."""
+    """Counts since the last report and gauges that have changed, by name; adding a later report adds its
+    counts, and its gauges take the place of those before."""
 
     def reset(self) -> None:
         self.data: dict[str, float] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         names: set[str] = {*self.data, *other.data}
-        return HiRadixStats({name: self.data.get(name, 0) + other.data.get(name, 0) for name in names})
+        counts = {name: self.data.get(name, 0) + other.data.get(name, 0) for name in names}
+        gauges = {**self.data, **other.data}
+        return HiRadixStats({name: gauges[name] if name in GAUGES else counts[name] for name in names})
 
     def reduce(self) -> dict[str, int | float]:
         return {name: round(value, 4) for name, value in sorted(self.data.items()) if value}
 
     def is_empty(self) -> bool:
-        return not any(self.data.values())
+        return not any(value or name in GAUGES for name, value in self.data.items())
 
 
 class HiRadixPromMetrics(KVConnectorPromMetrics):
-    """A counter per figure: `vllm:hiradix_<figure>`."""
+    """A counter or gauge per figure: `vllm:hiradix_<figure>`."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._counters: dict[str, dict[int, Any]] = {}
-        for name, text in FIGURES.items():
-            counter = self._counter_cls(
-                name=f"vllm:hiradix_{name}", documentation=text, labelnames=self._labelnames
-            )
-            self._counters[name] = {
-                engine: counter.labels(*values) for engine, values in self.per_engine_labelvalues.items()
-            }
+        self._counters = {name: self._each(self._counter_cls, name, text) for name, text in FIGURES.items()}
+        self._gauges = {
+            name: self._each(self._gauge_cls, name, text, multiprocess_mode="mostrecent")
+            for name, text in GAUGES.items()
+        }
+
+    def _each(self, kind: Any, name: str, text: str, **more: Any) -> dict[int, Any]:
+        """One metric, by engine."""
+        metric = kind(name=f"vllm:hiradix_{name}", documentation=text, labelnames=self._labelnames, **more)
+        return {engine: metric.labels(*values) for engine, values in self.per_engine_labelvalues.items()}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name, value in transfer_stats_data.items():
-            if name in self._counters and value > 0:
+            if name in self._gauges:
+                self._gauges[name][engine_idx].set(value)
+            elif name in self._counters and value > 0:
                 self._counters[name][engine_idx].inc(value)

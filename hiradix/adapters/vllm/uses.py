@@ -64,7 +64,10 @@ USES: tuple[Requirement, ...] = (
     Call("vllm.v1.core.kv_cache_utils:maybe_convert_block_hash", 1),
     Has("vllm.v1.metrics.cache_hit_source:CacheHitSource", ("HOST",)),
     Has(f"{_KV}.metrics:KVConnectorStats", ("data",)),
-    Has(f"{_KV}.metrics:KVConnectorPromMetrics", ("_counter_cls", "_labelnames", "per_engine_labelvalues")),
+    Has(
+        f"{_KV}.metrics:KVConnectorPromMetrics",
+        ("_counter_cls", "_gauge_cls", "_labelnames", "per_engine_labelvalues"),
+    ),
     Has(
         "vllm.config.vllm:VllmConfig",
         (
