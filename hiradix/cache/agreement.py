@@ -35,7 +35,7 @@ Agree = Callable[[Vector], Vector]
 """int64 [WIDTH] of a rank -> the least over all ranks, elementwise. Raises CacheError if a rank is lost."""
 
 KINDS = tuple(JobKind)
-NUM_SHARED = 9
+NUM_SHARED = 10
 AHEAD = 16  # results of a kind whose outcome one vector carries; those that are whole need none
 _OK, _SHARED = 2, 3
 _KINDS_AT = _SHARED + NUM_SHARED

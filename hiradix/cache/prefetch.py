@@ -63,6 +63,7 @@ class Prefetcher:
     What is decided here follows from requests, agreed results and the common clock, so ranks decide alike.
     on_entered(handle, first, node): the pages of `handle` from page `first` to the end of `node` were read for
     it and are on the host.
+    num_adopted: how often storage has found that what others stored is of these weights, agreed as well.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Prefetcher:
         no_regret: NoRegret,
         agree: Agree | None = None,
         on_entered: Callable[[Hashable, int, Node], None] | None = None,
+        num_adopted: Callable[[], float] = lambda: 0.0,
     ):
         self.policy = policy
         self.num_short = 0  # requests whose pages were found and that have no room for them, as of `balance`
@@ -83,6 +85,7 @@ class Prefetcher:
         self._executor = executor
         self._in_flight = in_flight
         self._clock = clock
+        self._num_adopted = num_adopted
         self.reads = self._make_reads(Arrivals(supply, on_entered), no_regret, agree)
         self._waiting = WaitingOrder()
         self._running: list[Prefetch] = []  # not DONE; outlives the handle of an aborted request
@@ -130,6 +133,7 @@ class Prefetcher:
         if not asked and not node.end:
             return False
         p = Prefetch(handle, key, asked, node.end, self._clock(), limit_s, node, had_end=node.end)
+        p.num_adopted = self._num_adopted()
         self._waiting.add(p)
         self._is_stale = True
         if not asked:
@@ -160,7 +164,7 @@ class Prefetcher:
         if p is None:
             return True
         self._waiting.asked(p)
-        if p.wants_hold and not p.goes_on:
+        if not p.goes_on:
             self._look_again(p)
         if p.goes_on or p.phase is PrefetchPhase.DONE or self._has_all(p):
             self._tell(p)
@@ -242,10 +246,16 @@ class Prefetcher:
                 self._loaded[p.handle] = p.loaded_end - p.loaded_pages, p.loaded_pages
 
     def _look_again(self, p: Prefetch) -> None:
-        """The engine asks for one that is not held: what the host had of it may have gone."""
+        """The engine asks for one that has ended: what the host had of it may have gone, where it is not held,
+        and storage may serve by now what it had to leave unserved before it was compared."""
+        is_served = p.phase is PrefetchPhase.DONE and self._num_adopted() > p.num_adopted
+        if not (is_served or p.wants_hold):
+            return
         node = self._tree.match(p.key).loadable_node
-        if node.end < p.had_end:
-            self._query_again(p, node)
+        if node.end < p.had_end or is_served:
+            p.num_adopted = self._num_adopted()
+            if self._query_again(p, node) and not p.loaded_pages:
+                p.is_told = False
 
     def _has_all(self, p: Prefetch) -> bool:
         """Whether what storage has of `p`, which waits for room to read it, is on the host after all."""
@@ -393,12 +403,13 @@ class Prefetcher:
         return Wish(node, [0] * len(self._tree.components))
 
     def _query_again(self, p: Prefetch, node: Node) -> bool:
-        """What the host had of `p` has gone: storage is asked for it, if that is worth it."""
+        """Storage is asked for what the host has not of `p`, if that is worth it."""
         asked = 0 if p.goes_on or p.num_queries >= MAX_QUERIES else self._worth(p.key, node)
         if not asked or not self._executor.storage_attached:
             return False
         if p.phase is PrefetchPhase.DONE:
             self._running.append(p)
+            self._unlock(p)
         p.asked_pages, p.start_page, p.anchor, p.hit = asked, node.end, node, None
         p.wants_hold, p.started_s = False, self._clock()
         p.begins_at(node.end)
@@ -472,7 +483,7 @@ class Prefetcher:
         primary = self._same_pages(p, node, num_pages)
         if primary is None:
             return False
-        p.phase, p.primary = PrefetchPhase.JOINED, primary
+        p.phase, p.primary, p.num_adopted = PrefetchPhase.JOINED, primary, primary.num_adopted
         p.asked_from(node)
         num_own = p.key.num_pages(self._tree.page_size) - _common_pages(
             p.key, primary.key, self._tree.page_size
@@ -495,6 +506,7 @@ class Prefetcher:
         """Ask storage what it has behind the anchor. Nothing is held meanwhile."""
         p.phase, p.primary = PrefetchPhase.QUERY, None
         p.num_queries += 1
+        p.num_adopted = self._num_adopted()
         p.storage_epoch = self._tree.storage_epoch
         start = p.start_page = p.anchor.end
         rows = self._tree.rows(p.key, p.anchor, start, start + p.asked_pages)

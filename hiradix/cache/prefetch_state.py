@@ -62,6 +62,7 @@ class Prefetch:
     wants_hold: bool = False  # nothing is to be read: what is on the host is to be held
     had_end: int = 0  # where on the host ended what was there or came for it
     num_queries: int = 0
+    num_adopted: float = 0.0  # generations that storage had adopted when it was asked
     num_rooms: int = 0  # how often it was given room to read
     has_waited: bool = False  # for room
     is_told: bool = False  # its request may run: it was said so

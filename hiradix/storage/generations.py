@@ -132,6 +132,7 @@ class Generations(Stores):
         for scope in self._scopes.values():
             scope.is_due = True
         self._lock = threading.Lock()
+        self._num_adopted = [0] * len(components)
         self._figures = {"lookups_unverified": 0, "pages_compared": 0, "generations_rejected": 0}
         self.parts = tuple(_Part(self, number, guard) for number, guard in enumerate(self.guards))
         stores.when_joined(lambda _: self._look_again())  # also for each half of a tier that joins later
@@ -206,6 +207,10 @@ class Generations(Stores):
             self._enlist(scope)
             trusted = scope.trusted[component]
             return trusted[0] if trusted else None
+
+    def num_adopted(self, component: int) -> int:
+        """How often a generation of this component was adopted since it was opened."""
+        return self._num_adopted[component]
 
     @property
     def is_settled(self) -> bool:
@@ -343,6 +348,7 @@ class Generations(Stores):
             num_same += 1
         if num_same == len(mine) if needs_all else num_same:
             scope.adopt(component, label)
+            self._num_adopted[component] += 1
             logger.info("storage: pages of generation %s of %s are used", label.hex()[:8], self._name)
 
     def _reject(self, scope: _Scope, label: bytes, component: int, apart: PageDifference) -> None:
@@ -550,6 +556,10 @@ class _Part(PageStore):
     @property
     def troubles(self) -> Troubles:
         return self._guard.troubles
+
+    @property
+    def num_adopted(self) -> int:
+        return self._whole.num_adopted(self._component)
 
     @property
     def wants_computed(self) -> bool:

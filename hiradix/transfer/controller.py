@@ -379,6 +379,12 @@ class HiCacheController:
         return changes, lookups, reads
 
     @property
+    def num_adopted(self) -> int:
+        """How often the storage that is attached has found that what it has is of these weights: with each,
+        lookups may find what they did not."""
+        return sum([part.num_adopted for part in self._storage_jobs.parts])
+
+    @property
     def attach_refusal(self) -> str | None:
         """Why no storage can be attached at the moment, or None."""
         if not self._storage_jobs.parts:

@@ -168,6 +168,7 @@ class Result(NamedTuple):
     error: why there is not more, in words, or None; a page that storage does not have is no error.
     reason: the same as a value for counters, or None.
     duration_s: seconds from the start of the work to its end, 0 if it never started.
+    num_adopted: of a worker process that stores: its `HiCacheController.num_adopted` by then.
     """
 
     ticket: Ticket
@@ -179,6 +180,7 @@ class Result(NamedTuple):
     duration_s: float = 0.0
     num_bytes: int = 0
     epoch: int = 0
+    num_adopted: int = 0
 
 
 def as_pages(pages: Sequence[int] | npt.NDArray[Any]) -> Pages:

@@ -117,6 +117,7 @@ class Quorum:
             error=so_far.error or outcome.error,
             reason=so_far.reason or outcome.reason,
             duration_s=max(outcome.duration_s, so_far.duration_s),
+            num_adopted=min(outcome.num_adopted, so_far.num_adopted),
         )
         if seen + 1 == self._num_workers:
             return least
@@ -135,6 +136,7 @@ class StepExecutor:
         self.limits = limits or TransferLimits()
         self.page_bytes: tuple[int, ...] = ()
         self.storage_attached = False
+        self.num_adopted = 0  # as `HiCacheController.num_adopted`: by all workers, as far as they have said
         self.num_asked = self.num_found = 0  # pages of lookups since start, and those that storage had
         self.loads: list[LoadOrder] = []  # since `take`
         self._saves: list[SaveOrder] = []
@@ -160,6 +162,7 @@ class StepExecutor:
     def attach(self) -> None:
         """Every worker has storage, another than before."""
         self.storage_attached = True
+        self.num_adopted = 0
         self._num_attached += 1
 
     def detach(self) -> None:
@@ -259,6 +262,7 @@ class StepExecutor:
             return
         if whole.reason is FailReason.BACKEND and whole.kind in self._num_failed:
             self._num_failed[whole.kind] += 1
+        self.num_adopted = max(self.num_adopted, whole.num_adopted)
         if whole.kind is JobKind.QUERY:
             self.num_found += max(0, whole.num_pages - self._known.pop(whole.ticket, 0))
         self._results.append(whole)

@@ -60,7 +60,7 @@ class Depot:
 class Part:
     """One component's guarded store."""
 
-    wants_computed, troubles = False, NO_TROUBLES
+    wants_computed, troubles, num_adopted = False, NO_TROUBLES, 0
 
     def __init__(self, depot: Depot, component: int, check: Check):
         self.shelf, self.depot, self.component, self.check = depot.pages[component], depot, component, check

@@ -6,6 +6,7 @@ from collections.abc import Hashable
 
 import pytest
 
+from hiradix.cache.prefetch import MAX_QUERIES
 from hiradix.policy.prefetch_policy import PREFETCH_POLICIES
 from hiradix.policy.write_policy import WritePolicy
 from hiradix.tree import HOST, Lock, RadixKey, Tier
@@ -321,4 +322,40 @@ def test_a_lock_that_nobody_waits_for_is_seen(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(Exception, match="are held for those who wait, of"):
         planner.prefetcher.check()
     monkeypatch.undo()
+    planner.gone()
+
+
+def test_what_storage_may_serve_only_later_is_asked_for_again_once() -> None:
+    """Storage serves nothing until it has compared what it has: those who wait still get it."""
+    planner = Waiting(five())
+    stored, planner.book.stored = planner.book.stored, set()
+    adopted = [0.0]
+    planner.prefetcher._num_adopted = lambda: adopted[0]
+    planner.arrive()
+    planner.settle()
+    assert all(planner.prefetcher.progress(name) for name in "abcde") and not planner.book.orders
+    planner.book.stored, adopted[0] = stored, 1.0
+    assert not any(planner.prefetcher.progress(name) for name in "abcde")
+    planner.settle()
+    assert planner.held() == ["a", "b"] and planner.book.num_read == 2 * 8
+    assert planner.prefetcher.progress("a") and planner.prefetcher.pop_loaded_span("a") == (0, 8)
+    planner.book.num_asked, adopted[0] = 0, 2.0
+    assert planner.prefetcher.progress("a") and planner.prefetcher.progress("b")
+    planner.settle()
+    assert not planner.book.num_asked, "all of them is on the host"
+    planner.gone()
+
+
+def test_what_storage_never_serves_is_asked_for_a_bounded_number_of_times() -> None:
+    planner = Waiting(five())
+    planner.book.stored = set()
+    adopted = [0.0]
+    planner.prefetcher._num_adopted = lambda: adopted[0]
+    planner.arrive("a")
+    planner.settle()
+    for number in range(1, 10):
+        adopted[0] = float(number)
+        planner.prefetcher.progress("a")
+        planner.settle()
+    assert planner.prefetcher.progress("a") and planner.book.num_asked == MAX_QUERIES * 8
     planner.gone()

@@ -44,6 +44,7 @@ ON_CPU = {
     "TRANSFORMERS_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONDONTWRITEBYTECODE": "",  # else each process of each server compiles all of SGLang
 }
 ALWAYS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--disable-cuda-graph"),

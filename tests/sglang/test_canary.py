@@ -80,3 +80,34 @@ def test_adapters_given_at_start_are_told_from_the_model(key: str) -> None:
     adapters = LoraAdapters({"0f" * 16: "digest"}, frozenset({"0f" * 16}))
     assert adapters.of(key) == adapters.of(adapters.named(key)) == "0f" * 16
     assert [adapters.of(other) for other in (None, "", "tenant", "ab" * 16)] == ["", "", "", ""]
+
+
+def test_what_waits_while_the_first_is_compared_is_served(tmp_path: Path) -> None:
+    """All are asked for before anything could be compared, and storage had to leave them unserved."""
+    prompts = [[token + number for token in PROMPT] for number in (0, 1000, 2000)]
+    first = model(tmp_path, 1.0)
+    for prompt in prompts:
+        first.run(prompt + [1])
+    first.settle()
+    first.cache.release_host_resources()
+    for weights, brought in ((1.5, 0), (1.0, WHOLE)):
+        again = model(tmp_path, weights)
+        handles = [again.prefetch(again.request(prompt + [1])) for prompt in prompts]
+        again.settle()
+        for handle in handles:
+            assert again.cache.check_prefetch_progress(handle)
+            assert again.cache.pop_prefetch_loaded_span(handle)[0] == 0
+        again.run(prompts[0] + [1])
+        again.settle()
+        for handle in handles[1:]:
+            assert again.cache.check_prefetch_progress(handle) == (not brought)
+        again.settle()
+        for handle in handles[1:]:
+            assert again.cache.check_prefetch_progress(handle)
+            assert again.cache.pop_prefetch_loaded_span(handle)[0] == brought
+        for handle in handles:
+            again.cache.release_aborted_request(handle)
+        again.settle()
+        again.cache.reset()
+        again.check()
+        again.cache.release_host_resources()

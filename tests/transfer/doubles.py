@@ -176,7 +176,7 @@ class PoisonedPages(PageAllocator):
 class StoreDouble:
     """Base of doubles of a guarded store: it is all of a cache's stores, and says nothing of itself."""
 
-    wants_computed, troubles = False, NO_TROUBLES
+    wants_computed, troubles, num_adopted = False, NO_TROUBLES, 0
 
     @property
     def parts(self) -> tuple[Any, ...]:

@@ -181,7 +181,7 @@ class FakePart:
         lacking = (i for i, key in enumerate(keys) if self._name(key) not in self._whole.pages)
         return next(lacking, len(keys))
 
-    wants_computed, troubles = False, NO_TROUBLES
+    wants_computed, troubles, num_adopted = False, NO_TROUBLES, 0
     is_joined, may_read, reads_in_part, is_read_only = True, True, False, False
 
     def register(self, memory: memoryview) -> bool:

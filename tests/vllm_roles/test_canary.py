@@ -84,3 +84,16 @@ def test_each_adapter_is_compared_for_itself() -> None:
     assert served(again, request("e", 4, lora_request=lora)) == 0
     again.role.index.lose_all()
     assert served(again, request("f", 4, lora_request=lora)) == 4 * S, "its own"
+
+
+def test_what_waits_while_the_first_is_compared_is_served(world: World) -> None:
+    """All are asked for before anything could be compared, and storage had to leave them unserved."""
+    store: Store = [{} for _ in range(world.num_workers)]
+    first = engine(world, store)
+    for number in range(4):
+        served(first, request(f"first {number}", 6, first=20 * number))
+    again = engine(replace(world, num_blocks=16), store)
+    for number in range(4):
+        again.add(request(f"again {number}", 6, first=20 * number))
+    again.drain()
+    assert again.hit_tokens >= 2 * 5 * S

@@ -110,6 +110,18 @@ def test_faults_of_storage_are_counted_once_for_all_workers() -> None:
     assert executor.storage_troubles == (1, 1, 1)
 
 
+def test_what_is_stored_is_known_when_all_workers_know_it() -> None:
+    executor = StepExecutor(2)
+    executor.attach()
+    for counts, known in (((1, 0), 0), ((1, 2), 1), ((0, 1), 1), ((3, 3), 3)):
+        ticket = executor.read([b"a", b"b", b"c"], PAGES)
+        for count in counts:
+            executor.answer(Result(ticket, JobKind.STORE, 3, num_adopted=count))
+        assert executor.num_adopted == known
+    executor.attach()
+    assert executor.num_adopted == 0, "another storage has compared nothing yet"
+
+
 def test_a_read_that_failed_is_not_charged_before_one_that_has_not() -> None:
     """Failures in a row are for the breaker: what they took is none of storage's costs."""
     executor = StepExecutor(1)

@@ -91,7 +91,7 @@ class SchedulerRole:
         self.executor.open(page_bytes)
         self._prefetcher = Prefetcher(
             self.index.supply, self.executor, self.index.in_flight, self.plan.prefetch, self.plan.clock,
-            self.no_regret, on_entered=self._fetched,
+            self.no_regret, on_entered=self._fetched, num_adopted=lambda: float(self.executor.num_adopted),
         )  # fmt: skip
         self.storage.opened(self.plan.stored if has_storage else None)
 

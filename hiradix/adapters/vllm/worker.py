@@ -367,7 +367,7 @@ class WorkerRole:
         elif isinstance(order, StorageJob):
             self._storing.discard(order.ticket)
             self._unstored.discard(order.ticket)
-            self._outcomes.append(result)
+            self._outcomes.append(result._replace(num_adopted=self._controller.num_adopted))
         elif order.in_step:
             self._step.ended(order, result)
         else:

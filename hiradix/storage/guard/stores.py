@@ -42,6 +42,11 @@ class PageStore(ABC):
         """Whether it is to get pages that another rank stores as well, to compare them."""
 
     @property
+    def num_adopted(self) -> int:
+        """How often what others had stored was found to be of these weights; 0 where nothing is compared."""
+        return 0
+
+    @property
     @abstractmethod
     def troubles(self) -> Troubles:
         """What its breakers have met."""
