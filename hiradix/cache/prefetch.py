@@ -31,6 +31,8 @@ from hiradix.tree import HOST, Lock, Node, RadixKey, RadixTree
 
 MAX_QUERIES: Final = 4  # of one request, where what was on the host when it was asked for has gone since
 
+MAX_ROOMS: Final = 4  # of one request, which lets go of them: at the last, what it waits is not counted anew
+
 MAX_ROUNDS: Final = 3  # of sharing out room at once: who joined a prefetch that has ended may have some
 
 
@@ -176,8 +178,7 @@ class Prefetcher:
         p = self._waiting.get(handle)
         if p is None or p.goes_on:
             return 0
-        while p.phase is PrefetchPhase.JOINED and p.primary is not None:
-            p = p.primary
+        p = _waits_with(p)
         if p.phase is PrefetchPhase.READ:
             return p.coming_pages
         if p.phase is PrefetchPhase.FOUND and p.hit is not None:
@@ -352,8 +353,8 @@ class Prefetcher:
         waits for room itself, stands that other."""
         found: dict[Prefetch, None] = {}
         for p in self._waiting:
-            other = p.primary if p.phase is PrefetchPhase.JOINED else None
-            if other is not None and other.phase is PrefetchPhase.FOUND:
+            other = _waits_with(p)
+            if other is not p and other.phase is PrefetchPhase.FOUND:
                 found[other] = None
             elif p.phase is not PrefetchPhase.DONE or p.lock is not None or p.wants_hold:
                 found[p] = None
@@ -407,7 +408,8 @@ class Prefetcher:
             return False
         p.lock, p.anchor = lock, wish.node
         if p.phase is PrefetchPhase.DONE:
-            p.wants_hold, p.had_end = False, wish.node.end
+            p.wants_hold = False
+            self._keep_held(p, lock)
         elif p.hit is None or wish.node.end >= p.hit.end:
             self._finish(p)
         else:
@@ -436,6 +438,8 @@ class Prefetcher:
         if p.goes_on:
             return
         p.has_waited = True
+        if p.num_rooms < MAX_ROOMS:
+            p.room_since_s = -1.0
         if p.hit is None:
             p.wants_hold = True
         else:
@@ -552,7 +556,7 @@ class Prefetcher:
             self._retry(joined, p)
 
     def _keep_held(self, p: Prefetch, lock: Lock) -> None:
-        """Hold what has come for `p` until its turn: nothing that the device alone has, and no more than the
+        """Hold what the host has for `p` until its turn: nothing that the device alone has, and no more than the
         cap."""
         before, p.beside = p.beside, None
         if before is not None:
@@ -603,6 +607,13 @@ class Prefetcher:
         least_pages = min(p.asked_pages, max(1, self.policy.limits.threshold_pages))
         if not self._join(p, node, least_pages):
             self._query(p)
+
+
+def _waits_with(p: Prefetch) -> Prefetch:
+    """The prefetch that brings the pages of `p`: itself, or what it has joined."""
+    while p.phase is PrefetchPhase.JOINED and p.primary is not None:
+        p = p.primary
+    return p
 
 
 def _common_pages(key: RadixKey, other: RadixKey, page_size: int) -> int:

@@ -48,6 +48,7 @@ class WaitingOrder:
     def add(self, p: Prefetch) -> None:
         self._by_handle[p.handle] = p
         self._order.append(p)
+        self._told.clear()  # which may have named it already
 
     def remove(self, p: Prefetch) -> None:
         del self._by_handle[p.handle]
@@ -63,6 +64,7 @@ class WaitingOrder:
     def told(self, handles: Sequence[Hashable]) -> bool:
         """The order in which they will run. Whether it is another than before; cheap if it is not."""
         self._is_told = True
+        self._asked.clear()
         if len(handles) == len(self._told) and list(handles) == self._told:
             return False
         changed = self._sort(handles)
@@ -82,7 +84,7 @@ class WaitingOrder:
         return self._sort(asked)
 
     def _sort(self, handles: Iterable[Hashable]) -> bool:
-        found = [self._by_handle[handle] for handle in handles if handle in self._by_handle]
+        found = [self._by_handle[handle] for handle in dict.fromkeys(handles) if handle in self._by_handle]
         if found == self._order[: len(found)]:
             return False
         first = set(found)
