@@ -259,7 +259,8 @@ class Prefetcher:
             return self.policy.should_stop(self._clock() - began_s, p.asked_pages)
         if p.room_since_s < 0:
             p.room_since_s = self._clock()
-            p.room_limit_s = self.policy.room_wait_s(self._waiting.pages_ahead(p), p.asked_pages)
+            ahead = self._waiting.pages_ahead(p, self.caps[BACKBONE])
+            p.room_limit_s = self.policy.room_wait_s(ahead, p.asked_pages)
         return self._clock() - p.room_since_s >= p.room_limit_s
 
     def _go_on(self, p: Prefetch) -> None:
@@ -447,15 +448,17 @@ class Prefetcher:
             self._running.append(p)
 
     def check(self) -> None:
-        """Assert that room is held for those who wait alone, and no more than the cap of it. O(held nodes)."""
+        """Assert that room is held for those who wait alone, and no more than the cap of it unless one that
+        exceeds it alone is being read. O(held nodes)."""
         holders = list(self._holders())
         for p in holders:
             if p.phase is PrefetchPhase.DONE and not self._waiting.has(p):
                 raise Misuse(f"{p.handle} waits no more, and pages are held for it")
         if not fit(HeldPages(self._tree, holders).pages, [0] * len(self.caps), self.caps):
-            alone = [HeldPages(self._tree, [p]).pages for p in holders]
+            alone = [HeldPages(self._tree, [p]).pages for p in holders if p.phase is PrefetchPhase.READ]
             if all(fit(pages, [0] * len(pages), self.caps) for pages in alone):
-                raise Misuse(f"{alone} pages are held for those who wait, of {self.caps}")
+                held = HeldPages(self._tree, holders).pages
+                raise Misuse(f"{held} pages are held for those who wait, of {self.caps}")
 
     # -- the transfer's side ------------------------------------------------------------
 

@@ -92,15 +92,18 @@ class WaitingOrder:
         self._told.clear()
         return True
 
-    def pages_ahead(self, p: Prefetch) -> int:
-        """Pages that are to be fetched before those of `p`, as far as that is known."""
-        total = 0
+    def pages_ahead(self, p: Prefetch, most_held: int) -> int:
+        """Pages that are to be fetched before those of `p`, as far as that is known, and those, `most_held` at
+        most, that are held for who runs before it."""
+        held = total = 0
         for other in self._order:
             if other is p:
                 break
+            if other.lock is not None:
+                held += other.lock.node.end
             if other.phase is not PrefetchPhase.DONE:
                 total += other.asked_pages
-        return total
+        return total + min(held, most_held)
 
 
 class HeldPages:

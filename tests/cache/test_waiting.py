@@ -241,6 +241,20 @@ def test_nobody_waits_for_room_for_ever(policy: str) -> None:
     planner.gone()
 
 
+def test_the_wait_for_room_has_time_for_those_who_have_it_to_run() -> None:
+    """It is free only when they have run: what is held before it counts as what is still to be fetched."""
+    planner = Waiting(five(), "timeout")
+    planner.arrive("a", "b", "c")
+    planner.settle()
+    assert not planner.prefetcher.progress("c")
+    policy = planner.prefetcher.policy
+    planner.now_s = (policy.room_wait_s(0, 8) + policy.room_wait_s(16, 8)) / 2
+    assert not planner.prefetcher.progress("c")
+    planner.now_s = policy.room_wait_s(16, 8)
+    assert planner.prefetcher.progress("c")
+    planner.gone()
+
+
 def test_the_time_of_a_fetch_counts_from_when_it_has_room() -> None:
     planner = Waiting(five(), "timeout")
     planner.arrive()
