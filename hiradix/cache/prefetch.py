@@ -337,10 +337,11 @@ class Prefetcher:
             return
         for _ in range(MAX_ROUNDS):
             self._is_stale = self._lacks_pages = False
-            holders = list(self._holders())
-            Sharing(self._tree, self.caps, holders, Calls(self._want, self._begin, self._let_go)).share_out(
-                self._candidates()
-            )
+            candidates = self._candidates()
+            if not any(p.phase is PrefetchPhase.FOUND or p.wants_hold for p in candidates):
+                break
+            calls = Calls(self._want, self._begin, self._let_go)
+            Sharing(self._tree, self.caps, list(self._holders()), calls).share_out(candidates)
             if not self._is_stale:
                 break
         self.num_short, self._num_held = 0, self.reserved_pages()[BACKBONE]

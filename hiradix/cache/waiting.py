@@ -227,7 +227,7 @@ class Sharing:
             tenant = p.key.space.tenant
             if p.has_room:
                 mine = used.get(tenant)
-                if mine is not None and not fit(mine, near.more(p), share):
+                if len(tenants) > 1 and mine is not None and not fit(mine, near.more(p), share):
                     self._beyond.append(p)
                 else:
                     used[tenant] = _sum(mine, near.add(p))
