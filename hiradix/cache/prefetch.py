@@ -31,6 +31,8 @@ from hiradix.tree import HOST, Lock, Node, RadixKey, RadixTree
 
 MAX_QUERIES: Final = 4  # of one request, where what was on the host when it was asked for has gone since
 
+MAX_ROOMS: Final = 4  # of one request, which lets go of them: at the last, what it waits is not counted anew
+
 MAX_ROUNDS: Final = 3  # of sharing out room at once: who joined a prefetch that has ended may have some
 
 
@@ -185,8 +187,7 @@ class Prefetcher:
         p = self._waiting.get(handle)
         if p is None or p.goes_on:
             return 0
-        while p.phase is PrefetchPhase.JOINED and p.primary is not None:
-            p = p.primary
+        p = _waits_with(p)
         if p.phase is PrefetchPhase.READ:
             return p.coming_pages
         if p.phase is PrefetchPhase.FOUND and p.hit is not None:
@@ -273,7 +274,8 @@ class Prefetcher:
             return self.policy.should_stop(self._clock() - began_s, p.asked_pages)
         if p.room_since_s < 0:
             p.room_since_s = self._clock()
-            p.room_limit_s = self.policy.room_wait_s(self._waiting.pages_ahead(p), p.asked_pages)
+            ahead = self._waiting.pages_ahead(p, self.caps[BACKBONE])
+            p.room_limit_s = self.policy.room_wait_s(ahead, p.asked_pages)
         return self._clock() - p.room_since_s >= p.room_limit_s
 
     def _go_on(self, p: Prefetch) -> None:
@@ -356,10 +358,11 @@ class Prefetcher:
             return
         for _ in range(MAX_ROUNDS):
             self._is_stale = self._lacks_pages = False
-            holders = list(self._holders())
-            Sharing(self._tree, self.caps, holders, Calls(self._want, self._begin, self._let_go)).share_out(
-                self._candidates()
-            )
+            candidates = self._candidates()
+            if not any(p.phase is PrefetchPhase.FOUND or p.wants_hold for p in candidates):
+                break
+            calls = Calls(self._want, self._begin, self._let_go)
+            Sharing(self._tree, self.caps, list(self._holders()), calls).share_out(candidates)
             if not self._is_stale:
                 break
         self.num_short, self.num_held = 0, self.reserved_pages()[BACKBONE]
@@ -373,8 +376,8 @@ class Prefetcher:
         waits for room itself, stands that other."""
         found: dict[Prefetch, None] = {}
         for p in self._waiting:
-            other = p.primary if p.phase is PrefetchPhase.JOINED else None
-            if other is not None and other.phase is PrefetchPhase.FOUND:
+            other = _waits_with(p)
+            if other is not p and other.phase is PrefetchPhase.FOUND:
                 found[other] = None
             elif p.phase is not PrefetchPhase.DONE or p.lock is not None or p.wants_hold:
                 found[p] = None
@@ -429,7 +432,8 @@ class Prefetcher:
             return False
         p.lock, p.anchor = lock, wish.node
         if p.phase is PrefetchPhase.DONE:
-            p.wants_hold, p.had_end = False, wish.node.end
+            p.wants_hold = False
+            self._keep_held(p, lock)
         elif p.hit is None or wish.node.end >= p.hit.end:
             self._finish(p)
         else:
@@ -458,6 +462,8 @@ class Prefetcher:
         if p.goes_on:
             return
         p.has_waited = True
+        if p.num_rooms < MAX_ROOMS:
+            p.room_since_s = -1.0
         if p.hit is None:
             p.wants_hold = True
         else:
@@ -465,15 +471,17 @@ class Prefetcher:
             self._running.append(p)
 
     def check(self) -> None:
-        """Assert that room is held for those who wait alone, and no more than the cap of it. O(held nodes)."""
+        """Assert that room is held for those who wait alone, and no more than the cap of it unless one that
+        exceeds it alone is being read. O(held nodes)."""
         holders = list(self._holders())
         for p in holders:
             if p.phase is PrefetchPhase.DONE and not self._waiting.has(p):
                 raise Misuse(f"{p.handle} waits no more, and pages are held for it")
         if not fit(HeldPages(self._tree, holders).pages, [0] * len(self.caps), self.caps):
-            alone = [HeldPages(self._tree, [p]).pages for p in holders]
+            alone = [HeldPages(self._tree, [p]).pages for p in holders if p.phase is PrefetchPhase.READ]
             if all(fit(pages, [0] * len(pages), self.caps) for pages in alone):
-                raise Misuse(f"{alone} pages are held for those who wait, of {self.caps}")
+                held = HeldPages(self._tree, holders).pages
+                raise Misuse(f"{held} pages are held for those who wait, of {self.caps}")
 
     # -- the transfer's side ------------------------------------------------------------
 
@@ -575,7 +583,7 @@ class Prefetcher:
             self._retry(joined, p)
 
     def _keep_held(self, p: Prefetch, lock: Lock) -> None:
-        """Hold what has come for `p` until its turn: nothing that the device alone has, and no more than the
+        """Hold what the host has for `p` until its turn: nothing that the device alone has, and no more than the
         cap."""
         before, p.beside = p.beside, None
         if before is not None:
@@ -625,6 +633,13 @@ class Prefetcher:
         least_pages = min(p.asked_pages, max(1, self.policy.limits.threshold_pages))
         if not self._join(p, node, least_pages):
             self._query(p)
+
+
+def _waits_with(p: Prefetch) -> Prefetch:
+    """The prefetch that brings the pages of `p`: itself, or what it has joined."""
+    while p.phase is PrefetchPhase.JOINED and p.primary is not None:
+        p = p.primary
+    return p
 
 
 def _common_pages(key: RadixKey, other: RadixKey, page_size: int) -> int:

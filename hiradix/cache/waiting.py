@@ -48,6 +48,7 @@ class WaitingOrder:
     def add(self, p: Prefetch) -> None:
         self._by_handle[p.handle] = p
         self._order.append(p)
+        self._told.clear()  # which may have named it already
 
     def remove(self, p: Prefetch) -> None:
         del self._by_handle[p.handle]
@@ -63,6 +64,7 @@ class WaitingOrder:
     def told(self, handles: Sequence[Hashable]) -> bool:
         """The order in which they will run. Whether it is another than before; cheap if it is not."""
         self._is_told = True
+        self._asked.clear()
         if len(handles) == len(self._told) and list(handles) == self._told:
             return False
         changed = self._sort(handles)
@@ -82,7 +84,7 @@ class WaitingOrder:
         return self._sort(asked)
 
     def _sort(self, handles: Iterable[Hashable]) -> bool:
-        found = [self._by_handle[handle] for handle in handles if handle in self._by_handle]
+        found = [self._by_handle[handle] for handle in dict.fromkeys(handles) if handle in self._by_handle]
         if found == self._order[: len(found)]:
             return False
         first = set(found)
@@ -90,15 +92,18 @@ class WaitingOrder:
         self._told.clear()
         return True
 
-    def pages_ahead(self, p: Prefetch) -> int:
-        """Pages that are to be fetched before those of `p`, as far as that is known."""
-        total = 0
+    def pages_ahead(self, p: Prefetch, most_held: int) -> int:
+        """Pages that are to be fetched before those of `p`, as far as that is known, and those, `most_held` at
+        most, that are held for who runs before it."""
+        held = total = 0
         for other in self._order:
             if other is p:
                 break
+            if other.lock is not None:
+                held += other.lock.node.end
             if other.phase is not PrefetchPhase.DONE:
                 total += other.asked_pages
-        return total
+        return total + min(held, most_held)
 
 
 class HeldPages:
@@ -222,7 +227,7 @@ class Sharing:
             tenant = p.key.space.tenant
             if p.has_room:
                 mine = used.get(tenant)
-                if mine is not None and not fit(mine, near.more(p), share):
+                if len(tenants) > 1 and mine is not None and not fit(mine, near.more(p), share):
                     self._beyond.append(p)
                 else:
                     used[tenant] = _sum(mine, near.add(p))

@@ -67,9 +67,9 @@ class PrefetchPolicy:
         return num_hit_pages >= self.limits.threshold_pages
 
     def room_wait_s(self, pages_ahead: int, num_pages: int) -> float:
-        """Longest a request that could run waits for host room for `num_pages`, with so many to be fetched
-        before them. 0 where it waits for nothing; else never for ever, as room may be held by requests that
-        cannot run."""
+        """Longest a request that could run waits for host room for `num_pages`, with so many held or to be
+        fetched before them. 0 where it waits for nothing; else never for ever, as room may be held by requests
+        that cannot run."""
         if self.name == "best_effort":
             return 0.0
         return self.limits.deadline_s(pages_ahead + num_pages)

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 
 import pytest
 
-from hiradix.cache.prefetch import MAX_QUERIES
+from hiradix.cache.prefetch import MAX_QUERIES, MAX_ROOMS
 from hiradix.policy.prefetch_policy import PREFETCH_POLICIES
 from hiradix.policy.write_policy import WritePolicy
 from hiradix.tree import HOST, Lock, RadixKey, Tier
@@ -241,6 +241,20 @@ def test_nobody_waits_for_room_for_ever(policy: str) -> None:
     planner.gone()
 
 
+def test_the_wait_for_room_has_time_for_those_who_have_it_to_run() -> None:
+    """It is free only when they have run: what is held before it counts as what is still to be fetched."""
+    planner = Waiting(five(), "timeout")
+    planner.arrive("a", "b", "c")
+    planner.settle()
+    assert not planner.prefetcher.progress("c")
+    policy = planner.prefetcher.policy
+    planner.now_s = (policy.room_wait_s(0, 8) + policy.room_wait_s(16, 8)) / 2
+    assert not planner.prefetcher.progress("c")
+    planner.now_s = policy.room_wait_s(16, 8)
+    assert planner.prefetcher.progress("c")
+    planner.gone()
+
+
 def test_the_time_of_a_fetch_counts_from_when_it_has_room() -> None:
     planner = Waiting(five(), "timeout")
     planner.arrive()
@@ -309,6 +323,107 @@ def test_what_is_held_keeps_nothing_on_the_device() -> None:
     assert prefetcher.progress("r") and world.cache.match(stamped(6)).loadable_node.end == 6
     assert world.cache.tree.protected_pages(Tier.DEVICE) == 0
     world.assert_drained()
+
+
+def test_who_let_go_after_a_long_wait_for_its_turn_is_fetched_again() -> None:
+    """What it waited for its first room does not count once more."""
+    planner = Waiting(five(), "timeout")
+    planner.arrive("a", "b", "c")
+    planner.settle()
+    assert not planner.prefetcher.progress("c"), "it has no room"
+    planner.prefetcher.abort("a")
+    planner.settle()
+    assert planner.prefetcher.progress("c")
+    planner.now_s = 1000.0
+    planner.arrive("d")
+    planner.prefetcher.in_order("dbc")
+    planner.settle()
+    assert planner.held() == ["b", "d"] and not planner.prefetcher.progress("c")
+    planner.prefetcher.abort("d")
+    planner.settle()
+    assert planner.held() == ["b", "c"] and planner.prefetcher.progress("c")
+    planner.gone()
+
+
+def test_who_lets_go_again_and_again_goes_on_in_the_end() -> None:
+    planner = Waiting(five(), "timeout")
+    planner.arrive("b", "c")
+    planner.settle()
+    num_kept_waiting = 0
+    for _ in range(3 * MAX_ROOMS):
+        planner.now_s += 1000.0
+        planner.arrive("d")
+        planner.prefetcher.in_order("dbc")
+        planner.settle()
+        planner.supply.evict(HOST, HOST_PAGES)
+        num_kept_waiting += not planner.prefetcher.progress("c")
+        planner.prefetcher.abort("d")
+        planner.settle()
+    assert num_kept_waiting == MAX_ROOMS - 1
+    planner.gone()
+
+
+def test_of_what_the_host_had_no_more_than_the_room_is_held() -> None:
+    planner = Waiting({"big": prompt(1, HOST_PAGES)})
+    pages = planner.supply.alloc_host(HOST_PAGES)
+    assert pages is not None
+    planner.tree.unlock(planner.tree.insert(planner.prompts["big"], HOST, [pages]).lock)
+    planner.arrive()
+    planner.settle()
+    assert planner.prefetcher.progress("big") and planner.tree.protected_pages(HOST) == ROOM
+    planner.gone()
+
+
+def test_an_order_that_names_one_twice_gives_it_one_place() -> None:
+    planner = Waiting(five())
+    planner.arrive()
+    planner.prefetcher.in_order("cca")
+    planner.settle()
+    assert planner.held() == ["a", "c"]
+    planner.prefetcher.abort("c")
+    assert planner.prefetcher.state()[1] == 4
+    planner.settle()
+    assert planner.held() == ["a", "b"]
+    planner.gone()
+
+
+def test_the_same_order_told_again_has_its_say_on_one_that_has_come_since() -> None:
+    planner = Waiting(five())
+    planner.arrive("a", "b")
+    planner.prefetcher.in_order("eab")
+    planner.arrive("e")
+    planner.prefetcher.in_order("eab")
+    planner.settle()
+    assert planner.held() == ["a", "e"]
+    planner.gone()
+
+
+def test_what_is_told_counts_from_the_first_time() -> None:
+    """Whom the engine had asked for before stands where it is told to."""
+    planner = Waiting(five())
+    planner.arrive()
+    assert not planner.prefetcher.progress("c")
+    planner.prefetcher.in_order("ab")
+    planner.settle()
+    assert planner.held() == ["a", "b"]
+    planner.gone()
+
+
+def test_who_waits_for_one_that_waits_for_another_gets_its_room() -> None:
+    """Both of those others have ended: only who has joined them still wants the pages."""
+    names = {"p": prompt(5, 8), "joined": prompt(5, 8), "q": prompt(5, 8)}
+    planner = Waiting(five() | names)
+    planner.arrive("a", "b", "p", "joined")
+    planner.settle()
+    planner.arrive("q")
+    planner.prefetcher.next_round()
+    planner.settle()
+    planner.prefetcher.abort("p")
+    planner.prefetcher.abort("q")
+    planner.prefetcher.abort("a")
+    planner.settle()
+    assert "joined" in planner.held() and planner.prefetcher.progress("joined")
+    planner.gone()
 
 
 def test_a_lock_that_nobody_waits_for_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
