@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 
 from hiradix.policy.admission import AdmissionPolicy, WaitingRequest
@@ -125,11 +125,14 @@ class EngineAdmission:
             bool(self.policy.waiting) and self._clock() - self._ordered_s >= self._order_cost_s / COST_SHARE
         )
 
-    def order(self) -> list[str]:
-        """Whom to serve, the next first; those not in it are held. Prices everybody that waits."""
-        begin_s = self._clock()
+    def order(self, without: Collection[str] = ()) -> list[str]:
+        """Whom to serve, the next first; those not in it are held. Prices everybody that waits.
+
+        without: who cannot be served now. Nobody is held for them; where they are in it says nothing.
+        """
+        begin_s, waiting = self._clock(), self.policy.waiting
         free_s = begin_s + sum(map(self._price_s, self._under_way))
-        prices = {rid: self._price_s(rid) for rid in self.policy.waiting}
+        prices = {rid: self._price_s(rid) for rid in waiting if rid not in without}
         for rid, price_s in prices.items():
             self._requests[rid].price_s = price_s
         order = self.policy.order(free_s, prices)

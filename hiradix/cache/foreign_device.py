@@ -347,7 +347,8 @@ class ForeignDevice:
         return error is None
 
     def _copies(self, lock: Lock, tables: BlockTables, start: int) -> Copies | None:
-        """What is copied into the blocks from page `start` on; None where some of it may not be read."""
+        """What is copied into the blocks from page `start` on; None where some of it may not be read, or a state
+        has no block."""
         copies = []
         for component, table in enumerate(tables):
             first, pages = self._index.loadable(lock, component, start)
@@ -357,6 +358,8 @@ class ForeignDevice:
             if not self._index.are_ready(component, pages):
                 return None
             there = blocks != NULL_BLOCK
+            if component in self._states and not there.all():
+                return None
             if there.any():
                 copies.append(Copy(pages[there], blocks[there], component))
         return tuple(copies)

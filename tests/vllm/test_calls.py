@@ -11,6 +11,7 @@ from vllm.distributed import parallel_state
 from hiradix.adapters.probe import installed_sources
 from hiradix.adapters.vllm import HiRadixConnector, connector, support
 from hiradix.adapters.vllm.layout import Grouping, Interior
+from hiradix.adapters.vllm.orders import Orders
 from hiradix.adapters.vllm.settings import parse_settings
 from hiradix.errors import CacheError
 from hiradix.prefix_cache import ModelIdentity
@@ -91,6 +92,35 @@ def test_weights_are_read_only_where_pages_may_be_stored(
     plan = connector.worker_plan(one)
     assert plan.model == ModelIdentity("m" if is_read else "", tp_rank=1, tp_size=2, pp_rank=1, pp_size=2)
     assert bool(looked) is is_read
+
+
+@pytest.mark.parametrize(
+    ("zeroed", "copies"), [([7], None), ([7, 9], [(3, 5)]), (None, [(3, 5)]), (None, None)]
+)
+def test_blocks_that_vllm_fills_itself_are_written_to(zeroed: Any, copies: Any) -> None:
+    """It zeroes those of a request, too, that is preempted by the very step that gave it them: no request of
+    the step has them, and a save may still read them."""
+    filled: list[int] = []
+
+    def step(scheduled: Any, table: Any, given: Any) -> Orders:
+        filled.extend(given)
+        return Orders()
+
+    one: Any = object.__new__(connector.HiRadixConnector)
+    one._grouping, one._resets = Grouping(16, (0,), (FULL,)), connector.ResetWatch()
+    one.scheduler = SimpleNamespace(step=step, quiet_step=lambda rows: Orders())
+    output: Any = SimpleNamespace(
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=["a"], new_block_ids=[None], num_computed_tokens=[5], resumed_req_ids=set()
+        ),
+        num_scheduled_tokens={"a": 1},
+        kv_connector_block_state=SimpleNamespace(boundary_state_offloads={}, resolve_block_ids=None),
+        kv_cache_block_copies=copies,
+        new_block_ids_to_zero=zeroed,
+    )
+    one.build_connector_meta(output)
+    assert sorted(filled) == sorted([*(zeroed or ()), *(target for _, target in copies or ())])
 
 
 def test_the_installed_release_has_all_that_is_used() -> None:

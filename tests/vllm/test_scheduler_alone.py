@@ -135,6 +135,33 @@ def test_who_is_passed_over_is_offered_again_behind_none(ours: Any) -> None:
     assert lone.order() == [f"r{number}" for number in range(6)]
 
 
+@pytest.mark.parametrize("num_blocked", [1, 5, 40])
+def test_nobody_is_held_for_one_that_cannot_be_served_yet(ours: Any, num_blocked: int) -> None:
+    """Whoever is due first waits for its grammar, or for storage: the others are served meanwhile, and it goes
+    before those that came later when it can."""
+    from vllm.v1.request import RequestStatus
+
+    lone = ours("cached", num_blocks=200, max_num_seqs=4, max_num_batched_tokens=256)
+    names = [f"blocked{number}" for number in range(num_blocked)]
+    for number, name in enumerate(names):
+        lone.add(name, conversation(number, 100))
+        lone.scheduler.requests[name].status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    lone.now_s += 1e4
+    for number in range(12):
+        lone.add(f"r{number}", conversation(100 + number, 100))
+    lone.now_s += 1e4  # by now all are late
+    for _ in range(40):
+        lone.step()
+    assert sorted(lone.first_s) == sorted(f"r{number}" for number in range(12))
+    for number in range(12):
+        lone.add(f"later{number}", conversation(200 + number, 100))
+    for name in names:
+        lone.scheduler.requests[name].status = RequestStatus.WAITING
+    lone.run()
+    assert set(lone.order()[12 : 12 + num_blocked]) == set(names)
+    lone.assert_nothing_is_left()
+
+
 def test_a_streaming_input_session_is_left_to_vllm(ours: Any) -> None:
     """It is none of the policy's requests: it was offered to nobody where none of those waited."""
     lone = ours("cached", num_blocks=50, max_num_seqs=2)

@@ -129,6 +129,21 @@ def test_a_junction_gets_a_state_though_its_pages_are_there() -> None:
     assert served(MiniVLLM(TWO, store), [*prompt(4 * S), 98], "c") == 4 * S
 
 
+@pytest.mark.parametrize("group", [1, 2])
+def test_a_promise_whose_state_got_no_block_is_one_that_fails(group: int) -> None:
+    """Pages without a state behind them are no prefix: the request is computed again."""
+    vllm = MiniVLLM(TWO)
+    served(vllm, prompt(6 * S + 1), "a")
+    asked = FakeRequest("b", prompt(6 * S + 1), 1)
+    vllm.role.arrived(asked)
+    assert vllm.role.lookup(asked, 0) == 6 * S
+    tables = [[1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 0, 7], [0, 0, 0, 0, 0, 8]]
+    tables[group][-1] = 0
+    vllm.role.allocated(asked, lambda: tables, 6 * S)
+    (load,) = vllm.role.step([], lambda _: tables).jobs.loads
+    assert load.error is not None
+
+
 def test_a_boundary_on_its_way_leaves_the_one_before_it() -> None:
     """What is arriving is waited for, half a second at most; then what is there before it is used."""
     vllm = MiniVLLM(TWO)

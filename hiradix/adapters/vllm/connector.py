@@ -214,7 +214,10 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
         self._follow_resets()
         planner, cached = self._planner, scheduler_output.scheduled_cached_reqs
         state, copies = scheduler_output.kv_connector_block_state, scheduler_output.kv_cache_block_copies
-        is_quiet = not (scheduler_output.scheduled_new_reqs or copies or state.boundary_state_offloads)
+        zeroed = getattr(scheduler_output, "new_block_ids_to_zero", None) or ()  # not by its requests alone
+        is_quiet = not (
+            scheduler_output.scheduled_new_reqs or copies or zeroed or state.boundary_state_offloads
+        )
         if is_quiet and cached.req_ids and not any(cached.new_block_ids):
             counts = scheduler_output.num_scheduled_tokens
             rows = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
@@ -222,8 +225,8 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
             if orders is not None:
                 return StepMetadata(orders)
         scheduled = list(_scheduled(scheduler_output, self._grouping.page_size))
-        copied = [target for _, target in copies or ()]
-        return StepMetadata(planner.step(scheduled, state.resolve_block_ids, copied))
+        filled = [*zeroed, *(target for _, target in copies or ())]
+        return StepMetadata(planner.step(scheduled, state.resolve_block_ids, filled))
 
     def update_connector_output(self, connector_output: Any) -> None:
         answers = connector_output.kv_connector_worker_meta

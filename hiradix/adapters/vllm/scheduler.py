@@ -269,17 +269,17 @@ class SchedulerRole:
         self,
         scheduled: Sequence[StepRequest],
         table: Callable[[str], BlockTables],
-        copied: Iterable[int] = (),
+        filled: Iterable[int] = (),
     ) -> Orders:
-        """Everything the workers are to do with this step. table: a request's blocks, by its id. copied: blocks
-        that vLLM itself fills from others before the forward."""
+        """Everything the workers are to do with this step. table: a request's blocks, by its id. filled: blocks
+        that vLLM itself zeroes, or fills from others, before the forward."""
         self._is_told = False
         if self._prefetcher is not None:
             self._prefetcher.next_round()
         self._book()
         written, num_tokens = self.device.start_loading(), 0
         is_loading = bool(written)
-        written.update(copied)
+        written.update(filled)
         for one in scheduled:
             written.update(one.new_blocks)
             num_tokens += one.num_tokens

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import resolve_block_hashes
@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 NAME_TOKENS = 128  # a prompt's predecessor is told by names so far apart
 TENANT = "tenant"  # key of a request's `vllm_xargs`
+MOST_ORDERS = 8  # that a step has made for whom it could not take
 
 _STARTED = (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS)
 _STOPS = {
@@ -63,6 +64,11 @@ class AdmissionQueue(RequestQueue):
         ahead = sorted(filter(first, self._all.values()), key=lambda request: request.arrival_time)
         self._offer = deque(ahead)
         self._offer += (self._all[rid] for rid in order if rid in self._all)
+
+    @property
+    def has_unseen(self) -> bool:
+        """Whether somebody is here, and nobody is offered."""
+        return bool(self._all) and not self._offer
 
     def add_request(self, request: Request) -> None:
         self._all[request.request_id] = request
@@ -113,7 +119,8 @@ class HiRadixScheduler(Scheduler):
 
     Made with asynchronous scheduling on, it is a `HiRadixAsyncScheduler`. What the policy does not follow goes
     first, by arrival: requests that were preempted, and streaming-input sessions. Prefills under way stay in the
-    order in which they were begun.
+    order in which they were begun. Whom a step looks at and passes over, as a prefetch, a grammar or a LoRA is
+    waited for, holds nobody back: with the next look those are ordered that are left.
     """
 
     def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> HiRadixScheduler:
@@ -148,6 +155,10 @@ class HiRadixScheduler(Scheduler):
             make_admission(name, self._capacity()), prices, self._price_s, clock
         )
         self._prefilling: dict[str, Request] = {}  # started, and without a first token
+        self._passed: dict[str, None] = {}  # looked at in this step, and not taken
+        self._passed_before: dict[str, None] = {}  # in the step before
+        self._left_out: Collection[str] = ()  # of the last order
+        self._orders_left = MOST_ORDERS
         self.waiting: AdmissionQueue = AdmissionQueue(self._follow)
         logger.info(
             "HiRadixScheduler: %s, by %s", name, "device alone" if role is None else "device and host"
@@ -199,6 +210,7 @@ class HiRadixScheduler(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         output = super().schedule(*args, **kwargs)
         self._note_taken()
+        self._passed, self._passed_before, self._orders_left = {}, self._passed, MOST_ORDERS
         if self._meter is not None:
             num_tokens, num_requests = output.total_num_scheduled_tokens, len(output.num_scheduled_tokens)
             self._meter.planned(num_tokens, num_tokens >= max(1, 2 * num_requests))
@@ -235,13 +247,20 @@ class HiRadixScheduler(Scheduler):
     def _follow(self) -> None:
         self._note_taken()
         if self._admission.is_stale or self.waiting.has_new:
-            for session in self._admission.policy.take_left():
-                if self._idle is not None:
-                    self._idle.leave(session)
-            self._order = self._admission.order()
-            self.waiting.offer(
-                lambda request: not self._admission.is_waiting(request.request_id), self._order
-            )
+            self._offer(self._passed)
+        elif self._orders_left and self.waiting.has_unseen and not self._passed.keys() <= {*self._left_out}:
+            self._orders_left -= 1
+            self._offer({**self._passed_before, **self._passed})
+
+    def _offer(self, without: Collection[str]) -> None:
+        """Offer those that wait: who was passed over before this step is looked at again, the others by a new
+        order, as if these were not there."""
+        for session in self._admission.policy.take_left():
+            if self._idle is not None:
+                self._idle.leave(session)
+        self._left_out = tuple(without)
+        order = dict.fromkeys((*without, *self._admission.order(without)))
+        self.waiting.offer(lambda request: not self._admission.is_waiting(request.request_id), order)
 
     def _note_taken(self) -> None:
         """Whom the step has given blocks since it was last looked; the others it has passed over."""
@@ -250,6 +269,8 @@ class HiRadixScheduler(Scheduler):
             if request.status in _STARTED and rid in self._admission and not request.num_output_tokens:
                 self._prefilling[rid] = request
                 self._admission.start(rid)
+            elif self._admission.is_waiting(rid):
+                self._passed[rid] = None
         self.waiting.taken.clear()
 
     def _price_s(self, rid: str) -> float:
