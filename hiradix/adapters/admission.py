@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ class EngineAdmission:
     ) -> None:
         """A request came. names: of its prompt's blocks, equal only where prompts are up to there."""
         if session:
-            session = f"{tenant}/{session}"
+            session = json.dumps([tenant, session])  # names no other tenant's, whatever is in either
         elif names:
             session = self._continuations.session_of(names, rid, self._active)
         else:

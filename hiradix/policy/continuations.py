@@ -7,6 +7,7 @@ from collections.abc import Collection, Hashable, Sequence
 KEPT_SHARE = 0.8  # of a prompt: what the next one of its session begins with, at least
 
 MOST_SESSIONS = 4096  # the one heard of least recently is forgotten
+MOST_BLOCKS = 1 << 19  # of all their prompts, some 110 bytes each; but for one prompt that is longer
 
 
 class Continuations:
@@ -18,6 +19,7 @@ class Continuations:
     def __init__(self) -> None:
         self._owner: dict[Hashable, str] = {}  # the session that had a block last
         self._prompts: dict[str, Sequence[Hashable]] = {}
+        self._num_blocks = 0
 
     def session_of(self, blocks: Sequence[Hashable], fresh: str, active: Collection[str]) -> str:
         """The session that this prompt continues, or else `fresh`; it is the last prompt of that from now on.
@@ -27,9 +29,10 @@ class Continuations:
         session = self._continued(blocks, active) or fresh
         self.forget(session)
         self._prompts[session] = blocks
+        self._num_blocks += len(blocks)
         for block in blocks:
             self._owner[block] = session
-        if len(self._prompts) > MOST_SESSIONS:
+        while len(self._prompts) > MOST_SESSIONS or self._num_blocks > MOST_BLOCKS and len(self._prompts) > 1:
             self.forget(next(iter(self._prompts)))
         return session
 
@@ -41,11 +44,18 @@ class Continuations:
         return None
 
     def holder(self, blocks: Sequence[Hashable]) -> str | None:
-        """The session whose last prompt this is, or the beginning of it; None where nobody had it last."""
-        return self._owner.get(blocks[-1]) if blocks else None
+        """The session whose last prompt this is, with or without an answer to it; None where nobody's is. A
+        beginning is nobody's: others may share it."""
+        for at in range(len(blocks), 0, -1):
+            session = self._owner.get(blocks[at - 1])
+            if session is not None:
+                return session if len(self._prompts[session]) == at else None
+        return None
 
     def forget(self, session: str) -> None:
         """Nobody continues it any more."""
-        for block in self._prompts.pop(session, ()):
+        blocks = self._prompts.pop(session, ())
+        self._num_blocks -= len(blocks)
+        for block in blocks:
             if self._owner.get(block) == session:
                 del self._owner[block]

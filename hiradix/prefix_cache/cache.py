@@ -7,7 +7,7 @@ in pages by `HierarchicalCache`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence, Sized
+from collections.abc import Callable, Container, Hashable, Sequence, Sized
 from operator import index
 from typing import Any, Final, SupportsFloat, SupportsIndex
 
@@ -328,10 +328,10 @@ class PrefixCache:
         """Where what is left on the device of the path to `node` ends, which was found earlier."""
         return self.tree.root if self.tree.current(node) is None else self.cache.match_again(node).device_node
 
-    def drop_tail(self, node: Node, num_tokens: SupportsIndex) -> int:
+    def drop_tail(self, node: Node, num_tokens: SupportsIndex, kept: Container[Node] = ()) -> int:
         """Let device tokens at the end of the path to `node` go that nobody holds and no other path uses, until
         so many went; how many did. Of what is not on the host nothing, where that is written at eviction or a
-        kind is beside full attention.
+        kind is beside full attention. kept: nodes above `node` that stay, and all before them.
         """
         writes, gone, most = self.cache.write_through, 0, index(num_tokens)
         keeps = self._beside is not None or (writes is not None and writes.policy.writes_on_evict)
@@ -344,7 +344,7 @@ class PrefixCache:
                 if not freed:
                     break
                 gone += self.cache.supply.release(freed) * self.page_size
-            at = parent
+            at = None if parent in kept else parent
         return gone
 
     def reset(self) -> None:

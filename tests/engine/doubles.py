@@ -76,7 +76,7 @@ class NoReuse:
     def find_again(self, node: object) -> object:
         return node
 
-    def drop_tail(self, node: object, num_tokens: int) -> int:
+    def drop_tail(self, node: object, num_tokens: int, kept: object = ()) -> int:
         return 0
 
     def evict(self, params: Any) -> None: ...

@@ -52,3 +52,24 @@ def test_memory_is_bounded(monkeypatch) -> None:  # type: ignore[no-untyped-def]
     for k in range(200):
         known.session_of(chain(f"s{rng.randrange(40)}", 5), str(k), ())
         assert len(known._prompts) <= 10 and len(known._owner) <= 50
+
+
+def test_memory_is_bounded_by_blocks_too(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(continuations, "MOST_BLOCKS", 100)
+    known, rng = Continuations(), random.Random(4)
+    for k in range(300):
+        length = rng.choice([1, 30, 70, 150])
+        session = known.session_of(chain(f"s{rng.randrange(40)}", length), str(k), ())
+        total = sum(map(len, known._prompts.values()))
+        assert known._num_blocks == total and len(known._owner) <= total
+        assert total <= 100 or list(known._prompts) == [session], "the newest is always known"
+
+
+def test_who_holds_a_prompt_is_not_told_by_a_beginning_that_others_share() -> None:
+    known = Continuations()
+    known.session_of(chain("a", 1, head=1), "short", ())
+    known.session_of(chain("b", 8, head=1), "long", {"short"})
+    assert known.holder(chain("a", 1, head=1)) is None, "the block was had last by another"
+    assert known.holder(chain("b", 8, head=1)) == "long"
+    assert known.holder(chain("b", 9, head=1)) == "long", "its answer is sent along"
+    assert known.holder(chain("b", 4, head=1)) is None and known.holder([]) is None

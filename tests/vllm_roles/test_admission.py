@@ -208,3 +208,12 @@ def test_the_host_is_asked_once_a_second_and_when_a_fetch_has_ended() -> None:
     queue_prices.forget("r")
     queue_prices.price_s(asked)
     assert host.looks == 4
+
+
+def test_no_session_is_another_tenants_whatever_its_name() -> None:
+    admission = EngineAdmission(
+        make_admission("cached", 1000), Prices(NoRegret(), PAGE), lambda rid: 1.0, lambda: 0.0
+    )
+    admission.add("one", 10, 1, tenant="a", session="b/c")
+    admission.add("two", 10, 1, tenant="a/b", session="c")
+    assert admission.session_of("one") != admission.session_of("two")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -25,6 +26,9 @@ TIERS = ("device", "host", "storage")
 NUM_TOP = 5
 ADMIN_TIMEOUT_S = 60.0
 _BUSY = (429, 503)
+NUM_PATIENT = 5
+"""How often a server that is too busy is asked again, by itself."""
+RETRY_S, MOST_RETRY_S = 1.0, 30.0
 _TOLD_LESS = (400, 403, 404, 405, 422, 500, 501)
 
 
@@ -33,11 +37,12 @@ class CertifyError(CacheError):
 
 
 class RequestFailed(CacheError):
-    """One request was not answered. status: of HTTP, 0 without one."""
+    """One request was not answered. status: of HTTP, 0 without one; retry_s: seconds until another try."""
 
-    def __init__(self, message: str, status: int = 0) -> None:
+    def __init__(self, message: str, status: int = 0, retry_s: float = RETRY_S) -> None:
         super().__init__(message)
         self.status = status
+        self.retry_s = retry_s
 
     @property
     def is_busy(self) -> bool:
@@ -179,6 +184,7 @@ class ServerUnderTest:
         self.clock = clock
         self.able = ServerTraits(api=api or "completions")
         self._api_is_given = api is not None
+        self._keys = [key for key in (api_key, admin_key) if key]
         self._admin = {"Authorization": f"Bearer {admin_key}"} if admin_key else None
         self._http = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
@@ -241,7 +247,7 @@ class ServerUnderTest:
         for form in forms:
             self.able = form
             try:
-                reply = await self.ask(prompt)
+                reply = await self.ask_patiently(prompt)
             except RequestFailed as error:
                 if error.status in (401, 403):
                     raise CertifyError(f"{self.url}: {error}: give the key with --api-key") from error
@@ -249,7 +255,8 @@ class ServerUnderTest:
                     raise CertifyError(f"{self.url}: {error}") from error
                 refused = error if refused is None or form.num_top == 0 else refused
                 continue
-            if not reply.tokens or not any(token.top for token in reply.tokens):
+            is_told = any(token.top for token in reply.tokens)
+            if not is_told or not all(math.isfinite(token.logprob) for token in reply.tokens):
                 self.able = replace(self.able, num_top=0)
             await self._probe_rest(prompt)
             return reply
@@ -268,11 +275,17 @@ class ServerUnderTest:
         )
 
     async def _status_of(self, body: Mapping[str, Any]) -> int:
-        try:
-            async with asyncio.timeout(self.timeout_s):
-                return (await self._http.post(self._path, json=body)).status_code
-        except (httpx.HTTPError, TimeoutError):
-            return 0
+        """CertifyError where it is too busy to say: that is no word on what it reads."""
+        for _ in range(NUM_PATIENT + 1):
+            try:
+                async with asyncio.timeout(self.timeout_s):
+                    reply = await self._http.post(self._path, json=body)
+            except (httpx.HTTPError, TimeoutError):
+                return 0
+            if reply.status_code not in _BUSY:
+                return reply.status_code
+            await asyncio.sleep(_retry_s(reply))
+        raise CertifyError(f"{self.url}: HTTP {reply.status_code}: it is too busy to be judged")
 
     async def _capacity(self) -> int | None:
         """Tokens that the device holds, from what known servers say of themselves."""
@@ -343,7 +356,8 @@ class ServerUnderTest:
             ):
                 if reply.status_code != 200:
                     said = (await reply.aread()).decode("utf-8", "replace")
-                    raise RequestFailed(f"HTTP {reply.status_code}: {said[:300]}", reply.status_code)
+                    said = f"HTTP {reply.status_code}: {self._without_keys(said)[:300]}"
+                    raise RequestFailed(said, reply.status_code, _retry_s(reply))
                 if not stream:
                     reading.take(json.loads(await reply.aread()))
                 else:
@@ -366,6 +380,23 @@ class ServerUnderTest:
             None if number is None else int(number), reading.cached(), reading.tiers(),
             self.clock() - began, first,
         )  # fmt: skip
+
+    async def ask_patiently(self, prompt: Prompt, **how: Any) -> Reply:
+        """As `ask`, again a few times where the server says that it is too busy, when it says."""
+        for _ in range(NUM_PATIENT):
+            try:
+                return await self.ask(prompt, **how)
+            except RequestFailed as error:
+                if not error.is_busy:
+                    raise
+                await asyncio.sleep(error.retry_s)
+        return await self.ask(prompt, **how)
+
+    def _without_keys(self, said: str) -> str:
+        """What a server said, which may repeat the key that it was sent: reports have none."""
+        for key in self._keys:
+            said = said.replace(key, "***")
+        return said
 
     async def leave_early(self, prompt: Prompt, after_s: float) -> None:
         """Ask for a stream and hang up at its first event, or after that time if none came."""
@@ -396,7 +427,7 @@ class ServerUnderTest:
                     break
                 if reply.is_success:
                     return candidate
-                said = f"HTTP {reply.status_code}: {reply.text[:200]}"
+                said = f"HTTP {reply.status_code}: {self._without_keys(reply.text)[:200]}"
                 if reply.status_code in (401, 403, 404, 405):
                     break
                 await asyncio.sleep(0.5)
@@ -421,6 +452,15 @@ def cached_tokens(metrics: str) -> dict[str, int] | None:
         if tier != "total":
             found[tier] = found.get(tier, 0) + int(float(value))
     return found if found or any(name in metrics for name in names) else None
+
+
+def _retry_s(reply: httpx.Response) -> float:
+    """Seconds until another try, as the answer says, where that is a number."""
+    try:
+        told = float(reply.headers.get("retry-after", RETRY_S))
+    except ValueError:  # a date
+        return RETRY_S
+    return min(max(told, 0.0), MOST_RETRY_S) if math.isfinite(told) else RETRY_S
 
 
 def _said(error: Exception) -> str:

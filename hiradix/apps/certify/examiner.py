@@ -129,7 +129,8 @@ class Examiner:
         self.note_sent(prompt, salt)
         try:
             async with asyncio.timeout(left_s + 1):
-                reply = await self.server.ask(prompt, salt=salt, stream=stream)
+                ask = self.server.ask_patiently if alone else self.server.ask
+                reply = await ask(prompt, salt=salt, stream=stream)
         except RequestFailed as error:
             arm.refused += error.is_busy
             if not error.is_busy:

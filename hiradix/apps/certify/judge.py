@@ -91,6 +91,12 @@ def _lead(token: Token, other: str) -> float:
     return token.logprob - (rest[0] if other == _END else rest[-1])
 
 
+def _apart(token: Token, other: Token) -> float:
+    """How far their log probabilities are apart; what is no number is as far as can be from all."""
+    apart = 0.0 if token.logprob == other.logprob else abs(token.logprob - other.logprob)
+    return math.inf if math.isnan(apart) else apart
+
+
 _END = "(end of the answer)"
 
 
@@ -112,9 +118,7 @@ def compared(expected: Reply, got: Reply) -> AnswerDifference:
     names = [token.name for token in expected.tokens], [token.name for token in got.tokens]
     at = first_difference(*names)
     same = len(names[0]) if at is None else at
-    moves = [
-        abs(a.logprob - b.logprob) for a, b in zip(expected.tokens[:same], got.tokens[:same], strict=True)
-    ]
+    moves = [_apart(a, b) for a, b in zip(expected.tokens[:same], got.tokens[:same], strict=True)]
     moved = max(moves, default=0.0)
     if at is None:
         where = moves.index(moved) if moves else None
@@ -132,7 +136,7 @@ def measured(groups: Iterable[Sequence[Reply]]) -> tuple[Noise, list[tuple[Reply
             found = compared(group[0], other)
             answers += 1
             texts += found.kind is Likeness.TEXT
-            apart = max(found.gap, found.moved)
+            apart = max(abs(found.gap), found.moved)  # behind by so much: the first one was not the likeliest
             if apart > GROSS:
                 gross.append((group[0], other, found))
                 continue
@@ -140,6 +144,14 @@ def measured(groups: Iterable[Sequence[Reply]]) -> tuple[Noise, list[tuple[Reply
             tokens += found.at + 1 if found.kind is Likeness.WRONG and found.at is not None else num_both
             logprob = max(logprob, apart)
     return Noise(logprob, tokens, answers, texts), gross
+
+
+def is_drawn(reply: Reply, at: int | None) -> bool:
+    """Whether the token there is not the likeliest by the answer's own account, so that it was drawn."""
+    if at is None or at >= len(reply.tokens):
+        return False
+    token = reply.tokens[at]
+    return max(token.top.values(), default=token.logprob) - token.logprob > DRIFT_FLOOR
 
 
 @dataclass(frozen=True)

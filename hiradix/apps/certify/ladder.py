@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from hiradix.apps.certify.client import CertifyError, Reply, RequestFailed
 from hiradix.apps.certify.examiner import FAST, MIN_TIMED_S, Examiner, OutOfTime
-from hiradix.apps.certify.judge import measured
+from hiradix.apps.certify.judge import is_drawn, measured
 from hiradix.apps.certify.prompts import Prompt
 from hiradix.apps.certify.record import Arm, Fault, Seen, State
 
@@ -77,6 +77,10 @@ class Ladder:
                 except OutOfTime:
                     is_over = True
                     arm.unproven = f"out of time: --minutes {self.settings.minutes:g}"
+                except CertifyError as error:  # what was found before it still counts
+                    if arm.name == "noise":
+                        raise
+                    arm.failures.append(str(error))
             self.examiner.judge_texts(arm)
             self._tell(arm)
 
@@ -106,6 +110,8 @@ class Ladder:
                     arm.asked += 1
                     group.append(one.reply)
         noise, gross = measured(groups)
+        if any(is_drawn(one, found.at) for *both, found in gross for one in both):
+            raise CertifyError(f"{self.server.url}: answers are drawn, not greedy, though temperature is 0")
         examiner.judge = replace(examiner.judge, noise=noise)
         for reference, got, difference in gross:
             examiner.find(arm, Fault.ANSWER, f"two cold answers: {difference.sentence()}", reference, got)
@@ -378,7 +384,7 @@ class Ladder:
         except CertifyError as error:
             arm.failures.append(str(error))
             return
-        self.examiner.steps.append(f"restarted with {self.settings.restart!r}")
+        self.examiner.steps.append("restarted by --restart")  # which may have keys in it
         await self._check_below(arm, chosen)
 
     async def _run_restart(self, command: str) -> None:

@@ -12,13 +12,14 @@ import json
 import os
 import secrets
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from hiradix.apps.certify import report
 from hiradix.apps.certify.client import ServerUnderTest
-from hiradix.apps.certify.examiner import Examiner, RunSettings
+from hiradix.apps.certify.examiner import Examiner, OutOfTime, RunSettings
 from hiradix.apps.certify.judge import FACTOR
 from hiradix.apps.certify.ladder import Ladder, begun
 from hiradix.apps.certify.record import Arm
@@ -82,8 +83,11 @@ def _checked(args: argparse.Namespace) -> list[str]:
     try:
         parts = urlsplit(args.url)
         is_server = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        has_password = "@" in parts.netloc or "@" in urlsplit(args.flush or "").netloc
     except ValueError as error:
         raise ConfigError(f"{args.url}: {error}") from error
+    if has_password:
+        raise ConfigError("a URL must have no user and password, as reports name it: --api-key takes a key")
     if not is_server:
         raise ConfigError(f"{args.url}: expected http://HOST:PORT")
     require_int("--prompt-tokens", args.prompt_tokens, 64)
@@ -99,8 +103,10 @@ def _checked(args: argparse.Namespace) -> list[str]:
     required = ARMS if args.require == "all" else [name for name in args.require.split(",") if name]
     if unknown := set(required) - set(ARMS):
         raise ConfigError(f"--require: {', '.join(sorted(unknown))}: the arms are {', '.join(ARMS)}")
-    if args.json is not None and not args.json.parent.is_dir():
-        raise ConfigError(f"--json {args.json}: no such folder")
+    if args.json is not None and (args.json.is_dir() or not args.json.parent.is_dir()):
+        raise ConfigError(f"--json {args.json}: no such folder, or one itself")
+    if args.repro.exists() and not args.repro.is_dir():
+        raise ConfigError(f"--repro {args.repro}: not a folder")
     return required
 
 
@@ -148,15 +154,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CacheError as error:
         print(f"hiradix certify: error: {error}", file=sys.stderr)
         return report.UNDECIDED
+    except OutOfTime:
+        said = f"--minutes {args.minutes:g}: over before anything was judged"
+        print(f"hiradix certify: error: {said}", file=sys.stderr)
+        return report.UNDECIDED
+    except Exception:  # Python would end with 1, which says that the server is wrong
+        traceback.print_exc()
+        return report.UNDECIDED
     except KeyboardInterrupt:
         print("hiradix certify: stopped", file=sys.stderr)
         return report.UNDECIDED
     findings = [finding for arm in ladder.arms.values() for finding in arm.findings]
     print(f"{report.heading(examiner)}\n\n{report.table(ladder.arms)}")
-    if findings:
-        print(report.reproduction(findings, args.repro, api_key is not None))
+    status, is_written = report.status(examiner, ladder.arms, required), True
+    try:
+        if findings:
+            print(report.reproduction(findings, args.repro, api_key is not None))
+        if args.json is not None:
+            text = json.dumps(report.record(examiner, ladder.arms, required), indent=2, allow_nan=False)
+            args.json.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        print(f"hiradix certify: error: the report could not be written: {error}", file=sys.stderr)
+        is_written = False
     print(f"\n{report.verdict(examiner, ladder.arms, required)}")
-    if args.json is not None:
-        text = json.dumps(report.record(examiner, ladder.arms, required), indent=2, allow_nan=False)
-        args.json.write_text(text + "\n", encoding="utf-8")
-    return report.status(examiner, ladder.arms, required)
+    return status if is_written or status == report.WRONG else report.UNDECIDED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -135,7 +136,7 @@ def _arm(arm: Arm) -> dict[str, Any]:
     kinds = {kind.value: arm.kinds[kind] for kind in Likeness}
     return {
         "name": arm.name, "what": arm.what, "state": arm.state.value, "reason": arm.reason, "asked": arm.asked,
-        "hits": arm.hits, "cached_tokens": dict(arm.tokens), "answers": kinds, "moved": arm.moved,
+        "hits": arm.hits, "cached_tokens": dict(arm.tokens), "answers": kinds, "moved": _number(arm.moved),
         "without_cold_answer": arm.without, "refused": arm.refused, "failed": arm.failures,
     }  # fmt: skip
 
@@ -148,8 +149,16 @@ def _finding(finding: Finding) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _number(value: float) -> float | str:
+    """JSON has no infinities and no NaN: they are told by name."""
+    return value if math.isfinite(value) else str(value)
+
+
 def _reply(reply: Reply) -> dict[str, Any]:
-    tokens = [{"token": t.name, "logprob": t.logprob, "top": dict(t.top)} for t in reply.tokens]
+    tokens = [
+        {"token": t.name, "logprob": _number(t.logprob), "top": {k: _number(v) for k, v in t.top.items()}}
+        for t in reply.tokens
+    ]
     return {
         "url": reply.path, "body": dict(reply.body), "text": reply.text, "tokens": tokens,
         "prompt_tokens": reply.prompt_tokens, "cached": reply.cached,

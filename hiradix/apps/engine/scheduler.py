@@ -183,6 +183,7 @@ class Scheduler:
         budget = self.limits.chunk_tokens
         left = None if budget is None else max(1, budget - len(parts))
         may_admit = budget is None or budget > len(parts)
+        room = self._room_beside_answers()
         for request in self._in_turn(under_way):
             if left == 0:
                 return
@@ -190,12 +191,13 @@ class Scheduler:
             if is_new:
                 if not may_admit or len(self.running) >= self.limits.max_running:
                     continue
-                admission = self._admit(request)
+                admission = self._admit(request, room)
                 if admission is _Admission.FULL:
                     self._refuse_stuck(request)
                     may_admit = self.turns.passes_over
                 if admission is not _Admission.DONE:
                     continue
+                room = self._room_beside_answers()
             part = self._next_part(request, left, admitted=is_new)
             parts.append(part)
             left = None if left is None else left - part.num_tokens
@@ -287,11 +289,15 @@ class Scheduler:
 
     # -- admission ----------------------------------------------------------------------
 
-    def _admit(self, request: Request) -> _Admission:
-        """Match, load back, lock and allocate for a waiting request; all of it or nothing."""
+    def _admit(self, request: Request, room: int) -> _Admission:
+        """Match, load back, lock and allocate for a waiting request; all of it or nothing.
+
+        Who does not fit into `room` by what was found of it last is not looked up: each that waits is asked at
+        each step.
+        """
         if not self._cache.check_prefetch_progress(request.rid):
             return _Admission.PREFETCHING
-        if not self._may_fit(request):
+        if request.num_tokens - self.turns.found_on_device(request) > room:
             return _Admission.FULL
         request.storage_hit_length += self._cache.pop_prefetch_loaded_tokens(request.rid)
         self._match(request)
@@ -320,19 +326,19 @@ class Scheduler:
         request.num_known = match.mamba_branching_seqlen or 0
         request.cache_protected_len = len(match.device_indices)
 
-    def _may_fit(self, request: Request) -> bool:
-        """Whether it could, by what was found of it last: asked of each that waits, at each step."""
-        return request.num_tokens - self.turns.found_on_device(request) <= self._slots.room
-
-    def _fits(self, request: Request) -> bool:
-        """Whether the request's tokens fit beside a share of the running answers. The match is locked."""
-        size = self.limits.page_size
-        need = -(-request.num_tokens // size) * size - len(request.prefix_indices)
+    def _room_beside_answers(self) -> int:
+        """Tokens that are free or can be made so, beside a share of the running answers."""
         kept = 0
         for other in self.running:
             expected = self._reserve * (other.max_new_tokens - len(other.output_ids))
             kept += max(0, int(other.num_tokens + expected) - other.num_allocated)
-        return need + kept <= self._slots.room
+        return self._slots.room - kept
+
+    def _fits(self, request: Request) -> bool:
+        """Whether the request's tokens fit beside the running answers. The match is locked."""
+        size = self.limits.page_size
+        need = -(-request.num_tokens // size) * size - len(request.prefix_indices)
+        return need <= self._room_beside_answers()
 
     def _take_slots(self, request: Request) -> bool:
         """Load the host part back, lock the prefix, fill the request's row; False leaves nothing held."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -93,6 +93,7 @@ class Turns:
         self._continuations = Continuations()
         self._num_unnamed = 0
         self._tails: dict[str, _Tail] = {}  # by session, the one that ended longest ago first
+        self._ends: Counter[Node] = Counter()  # how many tails end at a node
         self._behind: deque[Node] = deque(maxlen=MOST_SESSIONS)  # ends that their sessions did not go on from
         self._left: dict[str, None] = {}
         self._order: list[str] | None = None
@@ -128,6 +129,7 @@ class Turns:
         fresh, self._fresh = self._fresh, {}
         for rid, call in fresh.items():
             self._add(rid, call)
+        self._take_left()
 
     def _add(self, rid: str, call: _Unanswered) -> None:
         request = call.request
@@ -211,7 +213,7 @@ class Turns:
     def session_ended(self, prompt_ids: Sequence[int], scope: Scope) -> None:
         """A client says that no more requests of a session come: by its id, else by its last prompt."""
         if scope.session:
-            self._forget(_named(scope.cache_salt, scope.session))
+            self._forget(_named(scope.extra_key, scope.cache_salt, scope.session))
             return
         blocks = _blocks(prompt_ids, scope.extra_key, scope.cache_salt)
         session = self._continuations.holder(blocks)
@@ -226,7 +228,7 @@ class Turns:
 
     def _session_of(self, request: Request) -> str:
         if request.session_id:
-            request.session_name = _named(request.cache_salt, request.session_id)
+            request.session_name = _named(request.extra_key, request.cache_salt, request.session_id)
             return request.session_name
         self._num_unnamed += 1
         fresh = f"#{self._num_unnamed}"
@@ -239,21 +241,36 @@ class Turns:
         key = RadixKey(
             request.tokens(0, request.num_tokens - 1), request.extra_key, cache_salt=request.cache_salt
         )
-        found, before = self._cache.find_prefix(key), self._tails.pop(session, None)
+        found, before = self._cache.find_prefix(key), self._tails.get(session)
         if before is not None and not _is_on_path(before.node, found.node):
             self._behind.append(before.node)
+        self._drop_note(session)
         self._tails[session] = _Tail(found.node, found.device, request.cache_salt or "")
+        self._ends[found.node] += 1
         if len(self._tails) > MOST_SESSIONS:
-            oldest = next(iter(self._tails))
-            del self._tails[oldest]
+            self._drop_note(next(iter(self._tails)))
+
+    def _drop_note(self, session: str) -> None:
+        """Know no more where the session ends."""
+        self._left.pop(session, None)
+        tail = self._tails.pop(session, None)
+        if tail is not None:
+            self._ends[tail.node] -= 1
+            if not self._ends[tail.node]:
+                del self._ends[tail.node]
+
+    def _take_left(self) -> None:
+        """Note who left, of those whose ends are known: who has none holds nothing, and is not kept here."""
+        self._left |= {session: None for session in self.policy.take_left() if session in self._tails}
 
     def drop_first(self, num_tokens: int) -> None:
         """Let device tokens go before the eviction policy chooses, so many of them at most: what sessions did
-        not go on from, what only those use that left, and what tenants have beyond their share."""
+        not go on from, what only those use that left, and what tenants have beyond their share. Where other
+        sessions end, nothing goes."""
         short = num_tokens
         while short > 0 and self._behind:
-            short -= self._cache.drop_tail(self._behind.popleft(), short)
-        self._left |= dict.fromkeys(self.policy.take_left())
+            short -= self._drop_tail(self._behind.popleft(), short, 0)
+        self._take_left()
         short = self._drop_tails(list(self._left), short)
         while short > 0 and (rich := self._richest()):
             short = self._drop_tails(rich[:1], short)
@@ -284,14 +301,19 @@ class Turns:
             if short <= 0:
                 break
             tail = self._tails.get(session)
-            dropped = 0 if tail is None else self._cache.drop_tail(tail.node, short)
+            dropped = 0 if tail is None else self._drop_tail(tail.node, short, 1)
             if dropped < short:
-                self._left.pop(session, None)
-                self._tails.pop(session, None)
+                self._drop_note(session)
             elif tail is not None:
                 tail.num_tokens -= dropped
             short -= dropped
         return short
+
+    def _drop_tail(self, node: Node, num_tokens: int, num_own: int) -> int:
+        """Tokens that went. num_own: tails that end at `node` and may go."""
+        if self._ends[node] > num_own:
+            return 0
+        return self._cache.drop_tail(node, num_tokens, self._ends)
 
     def _held(self) -> dict[str, int]:
         """Tokens that sessions hold which are not being served, by tenant."""
@@ -394,9 +416,12 @@ def _is_on_path(node: Node, end: Node) -> bool:
     return at is node
 
 
-def _named(cache_salt: str | None, session: str) -> str:
-    """A client's session, which is its tenant's."""
-    return f"{cache_salt or ''}\0{session}"
+def _named(extra_key: str | None, cache_salt: str | None, session: str) -> str:
+    """A client's session, which is its namespace's: nobody names one of a tenant that is another, or of a salt.
+
+    No two namespaces give one name, whatever characters theirs have.
+    """
+    return json.dumps([extra_key, cache_salt, session])
 
 
 def _blocks(prompt_ids: Sequence[int], extra_key: str | None, cache_salt: str | None) -> list[bytes]:
