@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from hiradix.apps.traces.trace import Trace, TraceRequest
 from hiradix.errors import ConfigError
 
 BLOCK = 512  # tokens: those of a session are gathered to it
+SAMPLE = Path(__file__).with_name("data") / "agents.jsonl.xz"  # installed with the package
 LONGEST_S = 6 * 3600.0  # what a list of requests asks later than this, after a night, is left out of a fleet
 
 
