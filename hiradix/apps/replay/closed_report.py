@@ -15,7 +15,7 @@ from hiradix.apps.replay.simulated_cache import Tiers
 from hiradix.apps.replay.timing import Machine
 from hiradix.apps.traces.crowd import Crowd, working_set_tokens
 from hiradix.apps.traces.records import open_records
-from hiradix.apps.traces.sessions import SessionFile, is_sessions, read_sessions
+from hiradix.apps.traces.sessions import SessionFile, is_sessions, read_folder, read_sessions
 from hiradix.errors import ConfigError
 from hiradix.policy.admission import AdmissionPolicy, admission_policies, make_admission
 
@@ -198,7 +198,9 @@ def _cells(args: Any, sizes: Sequence[int], crowd: Crowd, server: ServerRates) -
 
 
 def session_file(path: Path, flag: str) -> SessionFile:
-    """The sessions in `path`; ConfigError, which names the flag that needs them, where it has none."""
+    """The sessions in a file or a folder; ConfigError names the flag that needs them where there are none."""
+    if path.is_dir():
+        return read_folder(path)
     records = open_records(path)
     if not is_sessions(records.first):
         raise ConfigError(f"{path}: {flag} needs sessions, an object with requests a line")
