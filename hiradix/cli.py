@@ -16,7 +16,7 @@ USAGE = """usage: hiradix {serve,bench,certify,storage,replay,size,tour} ...
   certify  find out over HTTP whether a server with any prefix cache answers rightly
   storage  list, check, empty, copy or time a store of pages
   replay   play traces through the real cache: policies by capacities, hits, writes, time to first token
-  size     what more host memory and disk would buy for the traffic of a trace
+  size     how many agents a machine carries, or what more memory would buy for the traffic of a trace
   tour     the route that one page takes through the code, from the device to storage and back
 
 `hiradix COMMAND --help` lists the flags of a command; `hiradix --version` says the version.
@@ -57,7 +57,7 @@ def _run(arguments: list[str]) -> int:
 
         return replay(rest)
     if command == "size":
-        from hiradix.apps.replay.advice import main as size
+        from hiradix.apps.replay.size import main as size
 
         return size(rest)
     if command == "storage":

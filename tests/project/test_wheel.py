@@ -1,4 +1,7 @@
-"""The suite for authors of storage backends, as they have it: out of a wheel, far from the source."""
+"""The suite for authors of storage backends, as they have it: out of a wheel, far from the source.
+
+And the data that comes with it.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+from hiradix.apps.traces.sessions import SAMPLE
 from tests.project.repo import ROOT
 
 TOY = '''
@@ -69,6 +73,7 @@ def test_a_backend_is_tried_from_a_wheel(tmp_path: Path) -> None:
     (wheel,) = wheels.glob("*.whl")
     with zipfile.ZipFile(wheel) as packed:
         packed.extractall(installed)
+    assert (installed / SAMPLE.relative_to(ROOT)).read_bytes() == SAMPLE.read_bytes()
     for broken in ("", "[::-1]"):
         (tmp_path / "test_shelf.py").write_text(TOY.format(where=str(installed), broken=broken))
         asked = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", ASKED, "test_shelf.py"]

@@ -45,6 +45,10 @@ def play(agents: list[Agent], schedule: str, tiers: Tiers, eviction: str = "lru"
     loop.simulated.cache.check()
     assert loop.simulated.tree.protected_pages(Tier.DEVICE) == 0, "a lock is left"
     assert loop.simulated.cache.supply.device_room() == tiers.device // BLOCK, "a page is lost"
+    if tiers.host:
+        assert loop.simulated.cache.supply.host_room() == tiers.host // BLOCK, (
+            "host pages are held for nobody"
+        )
     return found
 
 

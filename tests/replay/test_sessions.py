@@ -183,3 +183,108 @@ def test_the_committed_sessions_are_those_of_the_notice() -> None:
     assert len(file.sessions) == 350 and sum(isinstance(r, SubAgent) for r in requests) == 25
     below = sum(len(r.requests) for r in requests if isinstance(r, SubAgent))
     assert len(requests) - 25 + below == 25_226
+
+
+# -- the public collection's own files ------------------------------------------------------
+
+# As its documentation and its files have them, in all their fields; ids of our own making.
+ASKED = {
+    "t": 0.0, "type": "s", "model": "claude-sonnet-4-20250514", "in": 1060, "out": 86,
+    "hash_ids": list(range(1, 17)), "input_types": ["text"], "output_types": ["text", "thinking", "tool_use"],
+    "stop": "tool_use", "api_time": 7.34, "think_time": 0.0,
+}  # fmt: skip
+PUBLISHED = {
+    "id": "f64a8d4c-12d", "models": ["claude-sonnet-4-20250514", "claude-haiku-4-5-20251001"],
+    "block_size": 64, "hash_id_scope": "local", "tool_tokens": 448, "system_tokens": 64,
+    "requests": [
+        ASKED,
+        {**ASKED, "type": "n"},  # the same prompt once more, not streamed
+        {
+            "t": 10.0, "type": "subagent", "agent_id": "agent_001", "subagent_type": "Explore",
+            "duration_ms": 3000, "total_tokens": 1200, "tool_use_count": 1, "status": "completed",
+            "models": ["claude-haiku-4-5-20251001"], "tool_tokens": 0, "system_tokens": 0,
+            "requests": [
+                {**ASKED, "model": "claude-haiku-4-5-20251001", "in": 512, "hash_ids": list(range(40, 48))},
+                {**ASKED, "t": 4.0, "in": 1024, "hash_ids": list(range(40, 56)), "stop": "end_turn"},
+            ],
+        },
+        {**ASKED, "t": 32.0, "in": 1600, "hash_ids": list(range(1, 26)), "stop": "", "api_time": None},
+    ],
+    "totals": {"parent_tokens": {"input": 3720, "output": 258}, "subagent_count": 1},
+}  # fmt: skip
+
+
+def published(**more: object) -> dict:
+    """As it is in a file, for a test to change."""
+    return {**json.loads(json.dumps(PUBLISHED)), **more}
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_file_of_the_public_collection_is_a_session(indent: int | None, tmp_path: Path) -> None:
+    path = tmp_path / "trace_0001.json"
+    path.write_text(json.dumps(PUBLISHED, indent=indent))
+    (one,) = read_sessions(open_records(path)).sessions
+    assert (one.name, one.block_tokens, one.head_tokens, one.is_local) == ("f64a8d4c-12d", 64, 512, True)
+    assert [(r.time_s, r.prompt_tokens, r.output_tokens, len(r.ids), r.stop, r.api_s) for r in one.turns] == [
+        (0.0, 1060, 86, 16, "tool_use", 7.34),
+        (0.0, 1060, 86, 16, "tool_use", 7.34),
+        (32.0, 1600, 86, 25, "", 0.0),
+    ]
+    below = one.requests[2]
+    assert isinstance(below, SubAgent) and (below.time_s, below.head_tokens) == (10.0, 0)
+    assert [(r.time_s, len(r.ids), r.stop) for r in below.requests] == [
+        (0, 8, "tool_use"),
+        (4, 16, "end_turn"),
+    ]
+    trace = read_trace(path)
+    first = trace.calls[0].time_s
+    assert [(round(c.time_s - first, 6), len(c.blocks), c.session, c.stop) for c in trace.calls] == [
+        (0, 2, "f64a8d4c-12d", "tool_use"), (0, 2, "f64a8d4c-12d", "tool_use"),
+        (10, 1, "f64a8d4c-12d/2", "tool_use"), (14, 2, "f64a8d4c-12d/2", "end_turn"),
+        (32, 3, "f64a8d4c-12d", ""),
+    ]  # fmt: skip
+    asked = [c.blocks.tolist() for c in trace.calls]
+    assert asked[0] == asked[1] == asked[4][:2] and not set(asked[3]) & set(asked[4])
+    assert not set(asked[2]) & set(asked[3])  # another model, another prefix
+
+
+def test_times_of_a_sub_agent_may_be_those_of_the_session(tmp_path: Path) -> None:
+    later = published()
+    for asked in later["requests"][2]["requests"]:
+        asked["t"] += 10.0
+    del later["tool_tokens"]
+    later["system_tokens"] = None
+    del later["requests"][0]["stop"]
+    (one,) = read(tmp_path, later).sessions
+    below = one.requests[2]
+    assert isinstance(below, SubAgent) and below.time_s == 10.0 and one.head_tokens == 0
+    assert [r.time_s for r in below.requests] == [0.0, 4.0] and one.turns[0].stop == ""
+
+
+def test_a_folder_of_the_collection_is_all_its_sessions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    for name in ("b", "a"):
+        (folder / f"trace_{name}.json").write_text(json.dumps(published(id=name)))
+    (folder / "cache_hit_rates.txt").write_text("a 0.9\n")
+    trace = read_trace(folder)
+    assert len(trace.calls) == 10 and {c.session for c in trace.calls} == {"a", "b", "a/2", "b/2"}
+    assert trace.name.startswith("traces, 2 sessions") and len(trace.source) == 64
+    assert (
+        hiradix(["replay", str(folder), "--capacities", "1M", "--policies", "lru", "--processes", "1"]) == 0
+    )
+    assert "traces, 2 sessions" in capsys.readouterr().out
+    (folder / "trace_c.json").write_text(json.dumps(published(id="a")))
+    with pytest.raises(ConfigError, match="trace_c.json:1: .*id is a, as that of a session before"):
+        read_trace(folder)
+    (folder / "trace_c.json").write_text('{\n"id": ')
+    with pytest.raises(ConfigError, match="trace_c.json:1: not one JSON object"):
+        read_trace(folder)
+    (folder / "trace_c.json").write_text('{"tokens": [1]}')
+    with pytest.raises(ConfigError, match="trace_c.json: no session"):
+        read_trace(folder)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="empty: a folder without sessions"):
+        read_trace(tmp_path / "empty")

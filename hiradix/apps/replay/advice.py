@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
 
 from hiradix.apps.replay.lab import Cell, CellResult, Source, run
 from hiradix.apps.replay.report import millions, span_of
 from hiradix.apps.replay.simulated_cache import Tiers
-from hiradix.apps.replay.timing import Machine, add_machine_flags, machine_of, summary_ms
-from hiradix.errors import CacheError, ConfigError
+from hiradix.apps.replay.timing import Machine, summary_ms
 
 GB = 1e9
 WARM = 0.5
@@ -56,26 +53,3 @@ def _shown(results: Sequence[CellResult], machine: Machine) -> str:
             f"{result.rate(span):8.2f}{ms['mean']:9.1f}{ms['p90']:9.1f} |{worth:>10}"
         )
     return "\n".join(lines)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """hiradix size TRACE: the table, for a trace recorded by `--record-trace` or any other."""
-    parser = argparse.ArgumentParser(
-        prog="hiradix size", description="What host memory and disk would buy for the traffic of a trace."
-    )
-    add = parser.add_argument
-    add("trace", metavar="TRACE", help="a file, such as one of `hiradix serve --record-trace`")
-    add("--device-tokens", type=int, default=0, help="the device pool (default: a twentieth of the traffic)")
-    add_machine_flags(parser)
-    add("--limit", type=int, help="requests to play")
-    add("--processes", type=int, default=2, help="at work at a time (default: 2)")
-    args = parser.parse_args(arguments)
-    try:
-        if args.device_tokens < 0:
-            raise ConfigError(f"--device-tokens must be >= 0, got {args.device_tokens}")
-        source, machine = Source(args.trace, 0, args.limit), machine_of(args)
-        print(advice(source, machine, args.processes, args.device_tokens))
-    except CacheError as error:
-        print(f"hiradix size: error: {error}", file=sys.stderr)
-        return 2
-    return 0

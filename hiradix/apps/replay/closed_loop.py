@@ -133,8 +133,17 @@ class ClosedLoop:
         if most * BLOCK > tiers.device:
             raise ConfigError(f"--capacities: a request of {most * BLOCK} tokens, a device of {tiers.device}")
 
-    def play(self) -> Answered:
-        """All turns of all agents."""
+    @property
+    def num_turns(self) -> int:
+        return sum(len(agent.turns) for agent in self.agents)
+
+    @property
+    def waits(self) -> list[tuple[float, float]]:
+        """Of each first token until now: seconds waited, and when it was due."""
+        return self._waits
+
+    def play(self, gives_up: Callable[[ClosedLoop], bool] | None = None) -> Answered:
+        """All turns of all agents; or as far as until `gives_up`, which is asked after every event."""
         for number, agent in enumerate(self.agents):
             self._at(agent.start_s, partial(self._arrive, number, 0))
         while self._events:
@@ -143,8 +152,13 @@ class ClosedLoop:
             happen()
             if not self._is_busy and self._waiting:
                 self._serve()
+            if gives_up is not None and gives_up(self):
+                return self._answered()
         if self._waiting:
             raise Misuse(f"{len(self._waiting)} requests were never served")
+        return self._answered()
+
+    def _answered(self) -> Answered:
         waits = np.array(self._waits, np.float64).reshape(-1, 2)
         hits = {tier: count * BLOCK for tier, count in self._hits.items()}
         return Answered(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import floor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hiradix.apps.replay.simulated_cache import Tiers
 from hiradix.apps.replay.timing import Machine
 from hiradix.apps.traces.crowd import Crowd, working_set_tokens
 from hiradix.apps.traces.records import open_records
-from hiradix.apps.traces.sessions import SessionFile, is_sessions, read_sessions
+from hiradix.apps.traces.sessions import SessionFile, is_sessions, read_folder, read_sessions
 from hiradix.errors import ConfigError
 from hiradix.policy.admission import AdmissionPolicy, admission_policies, make_admission
 
@@ -33,12 +34,16 @@ class ClosedCell:
     server: ServerRates
     is_anonymous: bool = False
 
-    def play(self, file: SessionFile, make: Make | None = None) -> Answered:
-        """make: the policy, where it is none of `hiradix.policy.admission`."""
+    def play(
+        self, file: SessionFile, make: Make | None = None,
+        gives_up: Callable[[ClosedLoop], bool] | None = None,
+    ) -> Answered:  # fmt: skip
+        """make: the policy, where it is none of `hiradix.policy.admission`. gives_up: see `ClosedLoop`."""
         capacity = max(self.tiers.device, self.tiers.host)  # the host has what the device has, too
         policy = make_admission(self.schedule, capacity) if make is None else make(capacity)
         agents = self.crowd.drawn(file)
-        return ClosedLoop(agents, self.eviction, self.tiers, policy, self.server, self.is_anonymous).play()
+        loop = ClosedLoop(agents, self.eviction, self.tiers, policy, self.server, self.is_anonymous)
+        return loop.play(gives_up)
 
     @property
     def memory_gib(self) -> float:
@@ -46,21 +51,47 @@ class ClosedCell:
         return (self.tiers.device + self.tiers.host) * self.server.machine.bytes_per_token / GIB
 
 
+@dataclass
+class Late:
+    """Whether a run's p95 wait can still be `p95_s`, and whether there is time to find out (`may_go_on`)."""
+
+    p95_s: float
+    may_go_on: Callable[[], bool]
+    num_seen: int = 0
+    num_late: int = 0
+    gave_up: bool = False
+
+    def gives_up(self, loop: ClosedLoop) -> bool:
+        new = loop.waits[self.num_seen :]
+        self.num_seen += len(new)
+        self.num_late += sum(wait_s > self.p95_s for wait_s, _ in new)
+        most = loop.num_turns - floor(
+            0.95 * (loop.num_turns - 1)
+        )  # so many late ones are on both sides of p95
+        self.gave_up = self.num_late >= most or not self.may_go_on()
+        return self.gave_up
+
+
 def most_agents(
-    cell: ClosedCell, file: SessionFile, p95_s: float, make: Make | None = None, most: int = 1 << 16
-) -> int:
+    cell: ClosedCell, file: SessionFile, p95_s: float, make: Make | None = None, most: int = 1 << 16,
+    may_go_on: Callable[[], bool] = lambda: True, tried: Callable[[int, bool], None] = lambda agents, good: None,
+) -> int:  # fmt: skip
     """How many agents, up to `most` and as far as the file has sessions, wait at most `p95_s` for 95 % of
-    their first tokens: doubled until they do not, then halved in between.
+    their first tokens: doubled until they do not, then halved in between. A run ends as soon as that is out of
+    reach. may_go_on: once it is False, the most that were found to fit. tried: told of every run.
     """
 
     def is_good(agents: int) -> bool:
-        if agents > most:
+        if agents > most or not may_go_on():
             return False
+        late = Late(p95_s, may_go_on)
         try:
-            found = replace(cell, crowd=replace(cell.crowd, agents=agents)).play(file, make)
+            found = replace(cell, crowd=replace(cell.crowd, agents=agents)).play(file, make, late.gives_up)
         except ConfigError:  # no more sessions, or one too long for the device
             return False
-        return found.waits()["p95"] <= p95_s
+        good = not late.gave_up and found.waits()["p95"] <= p95_s
+        tried(agents, good)
+        return good
 
     good, bad = 0, 1
     while is_good(bad):
@@ -127,12 +158,18 @@ def add_closed_flags(parser: argparse.ArgumentParser) -> None:
         "--schedule-policy", default=",".join(admission_policies()), metavar="NAMES",
         help="who is served next (default: %(default)s)",
     )  # fmt: skip
+    add_crowd_flags(group)
+    add("--p95", type=float, metavar="S", help="also how many agents have this p95 time to first token")
+
+
+def add_crowd_flags(group: argparse._ArgumentGroup) -> None:
+    """How agents come, and what answers them."""
+    add = group.add_argument
     add("--turns", type=int, default=40, help="of each agent, at most (default: 40)")
     add("--spread", type=float, default=600.0, metavar="S", help="in which agents start (default: 600)")
     add("--decode-rate", type=float, default=40.0, help="tokens/s of each answer (default: 40)")
     add("--chunk", type=int, default=8192, metavar="TOKENS", help="of prefill at a time (default: 8192)")
     add("--anonymous", action="store_true", help="requests do not say of which session they are, or its last")
-    add("--p95", type=float, metavar="S", help="also how many agents have this p95 time to first token")
 
 
 def closed_rows(args: argparse.Namespace, sizes: Sequence[int], machine: Machine) -> list[Row]:
@@ -145,7 +182,7 @@ def closed_rows(args: argparse.Namespace, sizes: Sequence[int], machine: Machine
     server = ServerRates(machine, args.decode_rate, args.chunk)
     rows = []
     for name in args.traces:
-        file = _session_file(Path(name))
+        file = session_file(Path(name), "--closed-loop")
         for cell in _cells(args, sizes, crowd, server):
             rows.append(row(cell, file, args.p95))
     return rows
@@ -160,8 +197,11 @@ def _cells(args: Any, sizes: Sequence[int], crowd: Crowd, server: ServerRates) -
                 yield ClosedCell(crowd, eviction.replace("+", ","), tiers, schedule, server, args.anonymous)
 
 
-def _session_file(path: Path) -> SessionFile:
+def session_file(path: Path, flag: str) -> SessionFile:
+    """The sessions in a file or a folder; ConfigError names the flag that needs them where there are none."""
+    if path.is_dir():
+        return read_folder(path)
     records = open_records(path)
     if not is_sessions(records.first):
-        raise ConfigError(f"{path}: --closed-loop needs sessions, an object with requests a line")
+        raise ConfigError(f"{path}: {flag} needs sessions, an object with requests a line")
     return read_sessions(records)

@@ -143,14 +143,14 @@ class SimulatedCache:
         return HostTier(pages, controller, write_policy, PrefetchPolicy("wait_complete", limits))
 
     def fetch(self, key: RadixKey, handle: Hashable) -> int:
-        """Bring what storage has of a prompt to the host; blocks that came."""
+        """Bring what storage has of a prompt, whose turn it is, to the host; blocks that came. None of them is
+        held: they are for the load that comes next."""
         prefetcher = self.cache.prefetcher
         if self.store is None or prefetcher is None:
             return 0
-        if not prefetcher.start(handle, key, self.cache.match(key).loadable_node):
-            return 0
-        self.settle()
-        prefetcher.progress(handle)
+        if prefetcher.start(handle, key, self.cache.match(key).loadable_node):
+            self.settle()
+        prefetcher.stop(handle)
         return prefetcher.pop_loaded_pages(handle)
 
     def drop_tail(self, key: RadixKey, num_pages: int) -> int:

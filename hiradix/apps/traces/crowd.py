@@ -85,6 +85,37 @@ def _turns(session: AgentSession, requests: tuple[AgentRequest, ...], names: Ses
         yield Turn(blocks, request.output_tokens, think_s, request.stop)
 
 
+def fitting(file: SessionFile, tokens: int) -> SessionFile:
+    """The sessions that an agent can be drawn from: long ones, whose every prompt and answer is within
+    `tokens`.
+    """
+    taken = [
+        session
+        for session in file.sessions
+        if len(session.turns) >= LEAST_TURNS
+        and all(_held_tokens(session, request) <= tokens for request in session.turns)
+    ]
+    return file._replace(sessions=tuple(taken))
+
+
+def _held_tokens(session: AgentSession, request: AgentRequest) -> int:
+    """In whole blocks, as the closed loop holds them."""
+    prompt = len(request.ids) * session.block_tokens // BLOCK
+    return (prompt + request.output_tokens // BLOCK + 1) * BLOCK
+
+
+def repeated(file: SessionFile, agents: int) -> SessionFile:
+    """At least as many sessions as `agents`: the same ones over and over, each time with contents of their
+    own but for their heads. As it is where ids are those of all sessions, or where there is none.
+    """
+    count = len(file.sessions)
+    if not count or not all(session.is_local for session in file.sessions):
+        return file
+    rounds = -(-agents // count)
+    copies = [s._replace(name=f"{s.name}#{k}") if k else s for k in range(rounds) for s in file.sessions]
+    return file._replace(sessions=tuple(copies))
+
+
 def working_set_tokens(agents: list[Agent]) -> int:
     """Of each agent its longest prompt, together."""
     return sum(max(len(turn.blocks) for turn in agent.turns) * BLOCK for agent in agents)

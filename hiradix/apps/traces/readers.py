@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from hiradix.apps.traces.records import Record, count_of, field_of, ids_of, open_records, time_at, time_of
-from hiradix.apps.traces.sessions import EVERY_SESSION, Fleet, is_sessions, merged, read_sessions
+from hiradix.apps.traces.sessions import EVERY_SESSION, Fleet, is_sessions, merged, read_folder, read_sessions
 from hiradix.apps.traces.trace import Namer, Trace, TraceRequest
 from hiradix.errors import ConfigError
 from hiradix.policy.uses import known_hint
@@ -36,8 +36,10 @@ _ANSWER = ("output_tokens", "output_length", "GeneratedTokens", "Response tokens
 def read_trace(path: Path, limit: int | None = None, fleet: Fleet = EVERY_SESSION) -> Trace:
     """The trace in `path`, its first `limit` requests. ConfigError names the file and the line.
 
-    fleet: how a file of agents' sessions becomes one trace; another file ignores it.
+    fleet: how a file, or a folder, of agents' sessions becomes one trace; another file ignores it.
     """
+    if path.is_dir():
+        return merged(read_folder(path), fleet, limit)
     file = open_records(path)
     if is_sessions(file.first):
         return merged(read_sessions(file), fleet, limit)

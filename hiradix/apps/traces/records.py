@@ -50,7 +50,7 @@ class Records(NamedTuple):
 
 
 def open_records(path: Path) -> Records:
-    """JSON lines or CSV. ConfigError names the file, and the line if one is bad, once it is come to."""
+    """JSON lines, one JSON object, or CSV. ConfigError names the file, and a bad line once it is come to."""
     data = _contents(path)
     source = hashlib.sha256(data).hexdigest()
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in data[:4]:
@@ -60,7 +60,10 @@ def open_records(path: Path) -> Records:
     if head.lstrip().startswith("["):
         raise ConfigError(f"{path}:1: is a JSON array, expected an object a line; jq -c '.[]' makes it so")
     lines.seek(0)
-    records = _json_lines(path, lines) if head.lstrip().startswith("{") else _csv_lines(path, lines)
+    if head.strip() == "{":
+        records = _one_object(path, lines)
+    else:
+        records = _json_lines(path, lines) if head.lstrip().startswith("{") else _csv_lines(path, lines)
     first = next(records, None)
     if first is None:
         raise ConfigError(f"{path}: no requests")
@@ -128,6 +131,15 @@ def _json_lines(path: Path, lines: io.StringIO) -> Iterator[tuple[int, Record]]:
             is_recorded = True
         else:
             yield number, record
+
+
+def _one_object(path: Path, lines: io.StringIO) -> Iterator[tuple[int, Record]]:
+    """One record over many lines, indented."""
+    try:
+        record = json.load(lines)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}:1: not one JSON object, nor one a line: {error}") from error
+    yield 1, record
 
 
 def _csv_lines(path: Path, lines: io.StringIO) -> Iterator[tuple[int, Record]]:

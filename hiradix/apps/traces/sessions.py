@@ -3,23 +3,27 @@
 Two forms of one thing, an object for each session: that of the public collection kv-cache-tester, where a
 request has all `hash_ids` of its prompt, and a shorter one, where it has `keep` (so many ids of the request
 before it, in the same list) and `new` (those behind). Ids are local to the session unless `hash_id_scope`
-says "global". A request of `type` "subagent" holds a list of its own, which starts at its `t`.
+says "global". A request of `type` "subagent" holds a list of its own, which starts at its `t`; the times in it
+count from there, or, in later publications of the collection, from the session's start.
 """
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from hiradix.apps.traces.records import Record, Records, count_of, ids_of, time_at, time_of
+from hiradix.apps.traces.records import Record, Records, count_of, ids_of, open_records, time_at, time_of
 from hiradix.apps.traces.trace import Trace, TraceRequest
 from hiradix.errors import ConfigError
 
 BLOCK = 512  # tokens: those of a session are gathered to it
+SAMPLE = Path(__file__).with_name("data") / "agents.jsonl.xz"  # installed with the package
 LONGEST_S = 6 * 3600.0  # what a list of requests asks later than this, after a night, is left out of a fleet
 
 
@@ -86,6 +90,24 @@ def read_sessions(file: Records) -> SessionFile:
     return SessionFile(file.name, file.source, tuple(file.read(lambda record: _session(record, known))))
 
 
+def read_folder(path: Path) -> SessionFile:
+    """All sessions of a folder's .json and .jsonl files (they may be compressed), by name of file: as the
+    collection comes. ConfigError names the file that has none.
+    """
+    known: set[str] = set()
+    sessions, digest = list[AgentSession](), hashlib.sha256()
+    for each in sorted(path.iterdir()):
+        if each.is_file() and {".json", ".jsonl"} & set(each.suffixes):
+            records = open_records(each)
+            if not is_sessions(records.first):
+                raise ConfigError(f"{each}: no session: an object with requests; in a folder all are")
+            sessions += records.read(lambda record: _session(record, known))
+            digest.update(records.source.encode())
+    if not sessions:
+        raise ConfigError(f"{path}: a folder without sessions, in files .json or .jsonl")
+    return SessionFile(path.name, digest.hexdigest(), tuple(sessions))
+
+
 def _session(record: Record, known: set[str]) -> AgentSession:
     """known: ids of the sessions before it; its own comes to them."""
     size = count_of(record, "block_size")
@@ -102,7 +124,9 @@ def _session(record: Record, known: set[str]) -> AgentSession:
 
 
 def _head(record: Record) -> int:
-    return sum(count_of(record, name) for name in ("tool_tokens", "system_tokens") if name in record)
+    return sum(
+        count_of(record, name) for name in ("tool_tokens", "system_tokens") if record.get(name) is not None
+    )
 
 
 def _requests(record: Record, where: str, may_nest: bool) -> Iterator[AgentRequest | SubAgent]:
@@ -118,8 +142,11 @@ def _requests(record: Record, where: str, may_nest: bool) -> Iterator[AgentReque
             if request.get("type") == "subagent":
                 if not may_nest:
                     raise ValueError("type is subagent inside a sub-agent")
-                below = tuple(r for r in _requests(request, "requests", False) if isinstance(r, AgentRequest))
-                yield SubAgent(_start(request), _head(request), below)
+                below = [r for r in _requests(request, "requests", False) if isinstance(r, AgentRequest)]
+                start_s = _start(request)
+                if below and below[0].time_s >= start_s:  # since the session's start
+                    below = [r._replace(time_s=max(0.0, r.time_s - start_s)) for r in below]
+                yield SubAgent(start_s, _head(request), tuple(below))
             else:
                 before = _prompt(request, before)
                 yield _request(request, before)
