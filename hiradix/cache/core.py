@@ -111,7 +111,7 @@ class HierarchicalCache:
         )
         self.prefetcher = Prefetcher(
             self.supply, host.controller, self.in_flight, host.prefetch_policy, self._clock, self.no_regret,
-            agree, share(lambda: float(host.controller.num_adopted)),
+            agree, num_adopted=share(lambda: float(host.controller.num_adopted)),
         )  # fmt: skip
         self._apply(True)
 
