@@ -134,9 +134,13 @@ class BoundaryReads:
         resident = _resident_end(self._tree, p.key.head(end, self._tree.page_size))
         return [end - page for page in lacking(self._tree, resident, node.end, end)]
 
-    def hold(self, p: Prefetch) -> None:
-        """Keep what the tiers have of the backbone behind the anchor of `p`, which is locked."""
-        self._keep(p, _resident_end(self._tree, p.key))
+    def kept(self, p: Prefetch, node: Node, end: int) -> Node:
+        """Where what is kept for that boundary meanwhile ends: what the tiers have of its backbone."""
+        return _resident_end(self._tree, p.key.head(end, self._tree.page_size))
+
+    def hold(self, p: Prefetch, node: Node) -> None:
+        """Keep what the tiers have up to `node`, of `kept`."""
+        self._keep(p, node)
 
     def windows(self) -> list[TrailingWindow]:
         """What storage must have of further components where hits end."""

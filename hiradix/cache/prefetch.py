@@ -390,20 +390,20 @@ class Prefetcher:
         if p.phase is PrefetchPhase.FOUND and p.hit is not None:
             hit = p.hit
             if node.end >= hit.end:
-                return Wish(node, [0] * len(self._tree.components))
+                return Wish(node, node, [0] * len(self._tree.components))
             if not (hit.start <= node.end and self.reads.knows(p, hit)):
                 if not self._query_again(p, node):
                     self._finish(p)
                 return None
             if self._join(p, node):
                 return None
-            return Wish(node, self.reads.coming(p, node, hit.end))
+            return Wish(node, self.reads.kept(p, node, hit.end), self.reads.coming(p, node, hit.end))
         if not p.wants_hold or (node.end < p.had_end and self._query_again(p, node)):
             return None
         if not node.end or on_device_only(self._tree, node):
             p.wants_hold = False
             return None
-        return Wish(node, [0] * len(self._tree.components))
+        return Wish(node, node, [0] * len(self._tree.components))
 
     def _query_again(self, p: Prefetch, node: Node) -> bool:
         """Storage is asked for what the host has not of `p`, if that is worth it."""
@@ -448,7 +448,7 @@ class Prefetcher:
         p.begins_at(wish.node.end)
         if p.has_waited:
             p.started_s = self._clock()
-        self.reads.hold(p)
+        self.reads.hold(p, wish.beside)
         if not self.reads.submit(p, hit.part(wish.node.end, hit.end)):
             self._finish(p)
 

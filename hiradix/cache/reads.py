@@ -65,8 +65,12 @@ class Reads:
         """Pages of each component that are read for a match at page `end` where one at `node` can be had."""
         return [end - node.end]
 
-    def hold(self, p: Prefetch) -> None:
-        """Keep what the tiers have behind the anchor of `p`, which is locked: nothing, as it ends there."""
+    def kept(self, p: Prefetch, node: Node, end: int) -> Node:
+        """Where what is kept for that match meanwhile ends: at `node`."""
+        return node
+
+    def hold(self, p: Prefetch, node: Node) -> None:
+        """Keep what the tiers have up to `node`, of `kept`: nothing, as the anchor of `p` is locked."""
 
     def windows(self) -> list[TrailingWindow]:
         """What storage must have of further components where hits end."""

@@ -118,53 +118,50 @@ class HeldPages:
 
     def add(self, p: Prefetch) -> list[int]:
         """Count what is held for `p`. What that adds."""
-        added = [0] * len(self.pages)
-        for lock in (p.lock, p.beside):
-            if lock is not None:
-                self._walk(lock.node, lock.floors, added, True)
-        self._add_coming(p, added)
+        added = self._of(p, True)
         for component, more in enumerate(added):
             self.pages[component] += more
         return added
 
     def more(self, p: Prefetch) -> list[int]:
         """What `add` would add."""
-        added = [0] * len(self.pages)
-        for lock in (p.lock, p.beside):
-            if lock is not None:
-                self._walk(lock.node, lock.floors, added, False)
-        self._add_coming(p, added)
-        return added
+        return self._of(p, False)
 
-    def _add_coming(self, p: Prefetch, added: list[int]) -> None:
+    def more_at(self, *nodes: Node) -> list[int]:
+        """What locks on `nodes` would add."""
+        count = range(len(self.pages))
+        return self._walk([(node, [self._tree.floor(node, c) for c in count]) for node in nodes], False)
+
+    def _of(self, p: Prefetch, is_kept: bool) -> list[int]:
+        locks = [(lock.node, lock.floors) for lock in (p.lock, p.beside) if lock is not None]
+        added = self._walk(locks, is_kept)
         if p.phase is PrefetchPhase.READ:
             for component, count in enumerate(p.coming):
                 added[component] += count if component else p.coming_pages
-
-    def more_at(self, node: Node) -> list[int]:
-        """What a lock on `node`, a boundary, would add."""
-        added = [0] * len(self.pages)
-        floors = [self._tree.floor(node, component) for component in range(len(added))]
-        self._walk(node, floors, added, False)
         return added
 
-    def _walk(self, node: Node, floors: Sequence[int], added: list[int], is_kept: bool) -> None:
+    def _walk(self, locks: Iterable[tuple[Node, Sequence[int]]], is_kept: bool) -> list[int]:
+        added = [0] * len(self.pages)
         for component, seen in enumerate(self._seen):
-            floor = floors[component] if component < len(floors) else 0
-            for n in self._tree.path(node, floor if component else 0):
-                if n in seen:
+            new: set[Node] = set()
+            for node, floors in locks:
+                floor = floors[component] if component < len(floors) else 0
+                for n in self._tree.path(node, floor if component else 0):
+                    if n in seen or n in new:
+                        if component == BACKBONE:
+                            break
+                        continue
+                    new.add(n)
+                    pages = n.residency(component, HOST).pages
                     if component == BACKBONE:
-                        break
-                    continue
-                pages = n.residency(component, HOST).pages
-                if component == BACKBONE:
-                    added[component] += n.num_pages  # where the host has not got it yet, it may have it soon
-                elif pages is not None:
-                    added[component] += len(pages)
-                elif (pages := n.residency(component, DEVICE).pages) is not None:
-                    added[component] += len(pages)
-                if is_kept:
-                    seen.add(n)
+                        added[component] += n.num_pages  # where the host has not got it yet, it may soon
+                    elif pages is not None:
+                        added[component] += len(pages)
+                    elif (pages := n.residency(component, DEVICE).pages) is not None:
+                        added[component] += len(pages)
+            if is_kept:
+                seen |= new
+        return added
 
 
 def on_device_only(tree: RadixTree, node: Node) -> bool:
@@ -183,9 +180,10 @@ def fit(have: Sequence[int], more: Sequence[int], caps: Sequence[int]) -> bool:
 
 class Wish(NamedTuple):
     """Room for one who waits: for what the path of `node` has on the host, a boundary, and for so many pages
-    of each component that are read to it."""
+    of each component that are read to it. beside: where what is kept meanwhile ends, in no boundary."""
 
     node: Node
+    beside: Node
     coming: list[int]
 
 
@@ -242,7 +240,7 @@ class Sharing:
                 wish = self._calls.want(p)
                 if wish is None:
                     continue
-                need, mine = _sum(near.more_at(wish.node), wish.coming), used.get(tenant)
+                need, mine = _sum(near.more_at(wish.node, wish.beside), wish.coming), used.get(tenant)
                 if len(tenants) > 1 and mine is not None and not fit(mine, need, share):
                     over.add(tenant)
                     later.append(p)
@@ -292,7 +290,7 @@ class Sharing:
             self._total = HeldPages(self._tree, self._holders)
 
     def _needed(self, held: HeldPages, wish: Wish) -> list[int]:
-        return _sum(held.more_at(wish.node), wish.coming)
+        return _sum(held.more_at(wish.node, wish.beside), wish.coming)
 
 
 def _sum(one: Sequence[int] | None, other: Sequence[int]) -> list[int]:

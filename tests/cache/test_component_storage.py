@@ -13,6 +13,7 @@ from hiradix.cache.agreement import Agree
 from hiradix.cache.boundaries import MAX_STEPS, MAX_TRIES, pages_of_a_step
 from hiradix.errors import StorageError
 from hiradix.policy.no_regret import GatedTransfer, NoRegret
+from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy
 from hiradix.transfer import JobKind
 from hiradix.tree import FULL, Component, RadixKey, Tier
 from tests.cache.component_storage import Part, Storage, StoredPlayer, StoredWorld
@@ -212,6 +213,31 @@ def test_of_pages_that_only_the_device_has_no_more_is_read_than_the_window_lies_
     assert fetched(world, [*TOKENS[:10], 77]) == 10
     assert world.gets == [(0, 3), (1, 3)]
     world.assert_drained()
+
+
+def test_what_is_kept_beside_a_window_that_is_read_takes_room() -> None:
+    """A long prefix that lacks its window is read with few pages, and keeps many."""
+    world = restarted(12, dead_leaf="keep", host_pages=(24, 14, 6))
+    other = list(range(500, 505))
+    serve_key(world, other)
+    world.restart()
+    without_windows(world, 12, DEVICE, HOST)
+    prefetcher = world.cache.prefetcher
+    assert prefetcher is not None
+    limits = PrefetchLimits(world.size, threshold_tokens=1, capacity_share=0.5)
+    prefetcher.policy = PrefetchPolicy.from_name("wait_complete", limits)
+    first = world.prefetch(RadixKey(other))
+    world.settle()
+    second = world.prefetch(RadixKey(TOKENS))
+    world.settle()
+    world.check()
+    assert prefetcher.progress(first) and not prefetcher.progress(second)
+    assert prefetcher.reserved_pages()[0] == 5 and prefetcher.num_short == 1
+    prefetcher.abort(first)
+    world.cache.tick()
+    world.settle()
+    assert prefetcher.progress(second) and prefetcher.reserved_pages()[0] == 12
+    world.check()
 
 
 def test_beside_a_record_one_page_is_read() -> None:
