@@ -140,7 +140,7 @@ class HeldPages:
                 added[component] += count if component else p.coming_pages
         return added
 
-    def _walk(self, locks: Iterable[tuple[Node, Sequence[int]]], is_kept: bool) -> list[int]:
+    def _walk(self, locks: Sequence[tuple[Node, Sequence[int]]], is_kept: bool) -> list[int]:
         added = [0] * len(self.pages)
         for component, seen in enumerate(self._seen):
             new: set[Node] = set()
