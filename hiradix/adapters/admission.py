@@ -14,14 +14,15 @@ from hiradix.policy.prices import Prices
 ANSWER_TOKENS = 256.0  # how long an answer is taken to be before any has ended
 KEPT = 0.9  # share of the old mean that each answer's length leaves
 COST_SHARE = 0.01  # of the engine's time, for orders made because time has passed
+PRICE_SHARE = 0.02  # of it, for asking prices again
 
 
 @dataclass(slots=True)
 class _Request:
-    """One from its arrival to its answer's end. price_s: when it was last ordered."""
+    """One from its arrival to its answer's end. price_s: when it was last asked; None before."""
 
     session: str
-    price_s: float = 0.0
+    price_s: float | None = None
 
 
 class EngineAdmission:
@@ -31,8 +32,8 @@ class EngineAdmission:
     when it starts, and it decides as of when those under way have ended.
     A request's session is the one its client names, of its tenant, or else the one whose last prompt it
     continues. Its footprint is its prompt with an answer of the mean length, as no engine knows better.
-    price_s: seconds to a request's first token by its id, asked when an order is made of all that wait and of
-    all prefills under way.
+    price_s: seconds to a request's first token by its id, asked when an order is made: of those that came since
+    the last, of all prefills under way, and of all that wait so often that it takes PRICE_SHARE of the time.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class EngineAdmission:
         self._answer_tokens = ANSWER_TOKENS
         self._ordered_s: float | None = None  # when; None: something has happened since
         self._order_cost_s = 0.0
+        self._price_again_s = 0.0  # when the prices that are known are too old
 
     def __contains__(self, rid: str) -> bool:
         """Whether it was added and has not ended."""
@@ -93,7 +95,7 @@ class EngineAdmission:
         """It was given its pages. May be told again, as after a preemption."""
         if rid in self.policy.waiting:
             self.policy.start(rid, self._clock())
-            self.policy.computed(rid, self._requests[rid].price_s)
+            self.policy.computed(rid, self._requests[rid].price_s or 0.0)
             self._under_way[rid] = None
             self._ordered_s = None
 
@@ -127,16 +129,32 @@ class EngineAdmission:
         )
 
     def order(self, without: Collection[str] = ()) -> list[str]:
-        """Whom to serve, the next first; those not in it are held. Prices everybody that waits.
+        """Whom to serve, the next first; those not in it are held. O(requests that wait).
 
         without: who cannot be served now. Nobody is held for them; where they are in it says nothing.
         """
-        begin_s, waiting = self._clock(), self.policy.waiting
-        free_s = begin_s + sum(map(self._price_s, self._under_way))
-        prices = {rid: self._price_s(rid) for rid in waiting if rid not in without}
-        for rid, price_s in prices.items():
-            self._requests[rid].price_s = price_s
-        order = self.policy.order(free_s, prices)
+        begin_s = self._clock()
+        if self.policy.reads_prices:
+            free_s = begin_s + sum(map(self._price_s, self._under_way))
+            order = self.policy.order(free_s, self._prices(without))
+        else:
+            order = self.policy.order(begin_s, {})
         self._ordered_s = self._clock()
         self._order_cost_s = self._ordered_s - begin_s
         return order
+
+    def _prices(self, without: Collection[str]) -> dict[str, float]:
+        """Of all that wait but these."""
+        begin_s, prices = self._clock(), dict[str, float]()
+        is_due = begin_s >= self._price_again_s
+        for rid in self.policy.waiting:
+            if rid in without:
+                continue
+            request = self._requests[rid]
+            if is_due or request.price_s is None:
+                request.price_s = self._price_s(rid)
+            prices[rid] = request.price_s
+        if is_due:
+            end_s = self._clock()
+            self._price_again_s = end_s + (end_s - begin_s) / PRICE_SHARE
+        return prices

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,6 +163,26 @@ def test_nobody_is_held_for_one_that_cannot_be_served_yet(ours: Any, num_blocked
     lone.assert_nothing_is_left()
 
 
+def test_storage_is_read_in_the_policys_order(ours: Any) -> None:
+    """Also while nobody is looked at, as all places are taken."""
+    lone, told = ours("lpm", num_blocks=200, max_num_seqs=1), list[list[str]]()
+    for number, length in enumerate([50, 300, 100, 200]):
+        lone.add(f"r{number}", conversation(number, length), 30)
+    lone.scheduler._role = SimpleNamespace(
+        has_storage=True,
+        index=SimpleNamespace(is_open=True, num_pages=10, page_size=BLOCK),
+        plan=SimpleNamespace(writes=SimpleNamespace(writes_on_evict=False)),
+        prefetcher=SimpleNamespace(in_order=told.append),
+    )
+    lone.step()
+    assert told[0] == ["r0", "r2", "r3", "r1"] and told[-1] == ["r2", "r3", "r1"]
+    lone.add("r4", conversation(4, 20), 30)
+    lone.step()
+    assert told[-1] == ["r4", "r2", "r3", "r1"]
+    lone.run()
+    assert lone.order() == ["r0", "r4", "r2", "r3", "r1"]
+
+
 def test_a_streaming_input_session_is_left_to_vllm(ours: Any) -> None:
     """It is none of the policy's requests: it was offered to nobody where none of those waited."""
     lone = ours("cached", num_blocks=50, max_num_seqs=2)
@@ -186,8 +207,6 @@ def test_blocks_of_a_session_that_left_are_evicted_first(ours: Any) -> None:
     scheduler, pool = lone.scheduler, lone.scheduler.kv_cache_manager.block_pool
 
     def there(name: str) -> int:
-        from types import SimpleNamespace
-
         hashes = list(lone._hasher(_prompt_of(prompts[name])))
         asked = SimpleNamespace(block_hashes=hashes, num_tokens=len(prompts[name]) + 1)
         return int(scheduler._device.find(asked))

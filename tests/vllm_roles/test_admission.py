@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hiradix.adapters.admission import ANSWER_TOKENS, EngineAdmission
+from hiradix.adapters.admission import ANSWER_TOKENS, PRICE_SHARE, EngineAdmission
 from hiradix.adapters.vllm.residency import DevicePrefixes, QueuePrices
 from hiradix.cache.pages import CacheCounters
 from hiradix.policy.admission import make_admission
@@ -145,6 +145,47 @@ def test_an_order_is_made_again_when_something_has_happened() -> None:
     admission.first_token("a")
     admission.end("a", "length", 5)
     assert not admission._requests and not admission._active and admission.order() == []
+
+
+def pricey(policy: str, num: int) -> tuple[EngineAdmission, list[float], list[str]]:
+    """So many wait, and to ask one's price takes 0.1 ms: with the clock, and whose price was asked."""
+    now_s, asked = [0.0], list[str]()
+
+    def price_s(rid: str) -> float:
+        now_s[0] += 1e-4
+        asked.append(rid)
+        return 1.0
+
+    prices = Prices(NoRegret(page_size=PAGE), PAGE)
+    admission = EngineAdmission(make_admission(policy, 10**9), prices, price_s, lambda: now_s[0])
+    for number in range(num):
+        admission.add(f"r{number}", 100, 100)
+    return admission, now_s, asked
+
+
+@pytest.mark.parametrize("policy", ["cached", "lpm"])
+def test_prices_of_many_that_wait_take_a_share_of_the_time(policy: str) -> None:
+    """Each start has a new order made: it asks for prices of those alone that have none."""
+    admission, now_s, asked = pricey(policy, 500)
+    for _ in range(100):
+        rid = admission.order()[0]
+        admission.start(rid)
+        admission.first_token(rid)
+        now_s[0] += 0.01
+    assert len(asked) == 500
+    admission.add("late", 100, 100)
+    admission.order()
+    assert asked[500:] == ["late"]
+    now_s[0] += 500 * 1e-4 / PRICE_SHARE
+    admission.order()
+    assert len(asked) == 501 + 401
+
+
+def test_who_came_first_is_known_without_a_price() -> None:
+    admission, _, asked = pricey("fcfs", 20)
+    assert admission.order()[0] == "r0"
+    admission.start("r0")
+    assert admission.order()[0] == "r1" and not asked
 
 
 def test_a_prefill_under_way_delays_those_that_are_due() -> None:

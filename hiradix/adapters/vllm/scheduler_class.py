@@ -259,7 +259,9 @@ class HiRadixScheduler(Scheduler):
             if self._idle is not None:
                 self._idle.leave(session)
         self._left_out = tuple(without)
-        order = dict.fromkeys((*without, *self._admission.order(without)))
+        order = list(dict.fromkeys((*without, *self._admission.order(without))))
+        if self._role is not None and self._role.has_storage and self._role.index.is_open:
+            self._role.prefetcher.in_order(order)
         self.waiting.offer(lambda request: not self._admission.is_waiting(request.request_id), order)
 
     def _note_taken(self) -> None:
