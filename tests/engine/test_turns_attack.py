@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from hiradix.apps.engine import turns
 from hiradix.apps.engine.api import Scope
 from tests.engine.test_turns import PAGE, Server, prompt_of
 
@@ -83,9 +84,19 @@ def test_sessions_without_end_are_not_kept() -> None:
         server.ask(f"r{number}", prompt_of(1, 20), session=f"s{number}")
         server.work()
         ended(server, session=f"s{number}")
-    turns = server.turns
-    assert len(turns.policy.take_left()) <= 1
-    assert len(turns._left) <= len(turns._tails)
+    assert len(server.turns.policy.take_left()) <= 1
+    assert len(server.turns._left) <= len(server.turns._tails)
+
+
+def test_the_policy_follows_no_more_sessions_than_are_known_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it does when a request comes costs all sessions that it follows."""
+    monkeypatch.setattr(turns, "MOST_SESSIONS", 10)
+    server = Server("cached", num_pages=64)
+    for number in range(50):
+        server.ask(f"r{number}", prompt_of(number, 20), session=f"s{number}")
+        server.work()
+        assert len(server.turns.policy._sessions) <= 10  # type: ignore[attr-defined]
+        assert server.turns._tails.keys() == server.turns.policy._sessions.keys()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("policy", ["lpm", "cached"])
