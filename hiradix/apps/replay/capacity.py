@@ -59,7 +59,7 @@ class Question:
     memory: Memory
     server: ServerRates
     crowd: Crowd
-    p95_s: float = 10.0
+    p95_s: float = 30.0
     eviction: str = "ghd"
     schedules: tuple[str, ...] = ("cached", "fcfs")
     context_tokens: int | None = None

@@ -40,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", type=Path, metavar="PATH", help="folder or config.json that tells the bytes per token")
     add("--kv-element-bytes", type=int, choices=(1, 2, 4), help="in the cache (default: as the model's type)")
     add("--context", type=int, metavar="TOKENS", help="the model's (default: what the device holds)")
-    add("--p95", type=float, default=10.0, metavar="S", help="bound of the p95 to first token (default: 10)")
+    add("--p95", type=float, default=30.0, metavar="S", help="bound of the p95 to first token (default: 30)")
     add(
         "--schedule-policy", default="cached,fcfs", metavar="NAMES",
         help="who is served next (default: %(default)s)",
