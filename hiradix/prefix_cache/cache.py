@@ -630,6 +630,11 @@ class PrefixCache:
         """
         return self._prefetcher is None or self._prefetcher.progress(req_id)
 
+    def is_prefetch_done(self, req_id: Hashable) -> bool:
+        """Whether nothing more will come from storage for the request. Unlike `check_prefetch_progress` it
+        decides nothing: no time to wait begins or ends with it."""
+        return self._prefetcher is None or self._prefetcher.is_done(req_id)
+
     def terminate_prefetch(self, req_id: Hashable) -> None:
         """Stop waiting, as the request runs; what has arrived stays usable, and is held no more."""
         if self._prefetcher is not None:

@@ -54,6 +54,9 @@ class NoReuse:
     def check_prefetch_progress(self, req_id: str) -> bool:
         return True
 
+    def is_prefetch_done(self, req_id: str) -> bool:
+        return True
+
     def pop_prefetch_loaded_tokens(self, req_id: str) -> int:
         return 0
 

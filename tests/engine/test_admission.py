@@ -62,6 +62,9 @@ class ScriptedTiers(NoReuse):
     def check_prefetch_progress(self, req_id: str) -> bool:
         return req_id not in self.held_back
 
+    def is_prefetch_done(self, req_id: str) -> bool:
+        return req_id not in self.held_back
+
     def pop_prefetch_loaded_tokens(self, req_id: str) -> int:
         return 0
 

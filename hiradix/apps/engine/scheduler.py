@@ -13,6 +13,7 @@ prefetch is under way is passed over until it is done. Where a request is, is wh
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -184,7 +185,7 @@ class Scheduler:
         left = None if budget is None else max(1, budget - len(parts))
         may_admit = budget is None or budget > len(parts)
         room = self._room_beside_answers()
-        for request in self._in_turn(under_way):
+        for request in self._in_turn(under_way, left):
             if left == 0:
                 return
             is_new = request.req_pool_idx is None
@@ -202,12 +203,13 @@ class Scheduler:
             parts.append(part)
             left = None if left is None else left - part.num_tokens
 
-    def _in_turn(self, under_way: list[Request]) -> list[Request]:
+    def _in_turn(self, under_way: list[Request], left: int | None) -> list[Request]:
         """Who may compute its prompt, the next first: those that were answered before they were retracted, then
         as `turns` has them. A prefill under way that it leaves out comes last."""
         known = {r.rid: r for r in (*under_way, *self.waiting)}
+        max_new, max_tokens = self.limits.max_running - len(self.running), math.inf if left is None else left
         resumed = [r for r in known.values() if r.output_ids]
-        ordered = [known[rid] for rid in self.turns.order() if rid in known]
+        ordered = [known[rid] for rid in self.turns.order(max_new, max_tokens) if rid in known]
         taken = {r.rid for r in (*resumed, *ordered)}
         return [*resumed, *ordered, *(r for r in under_way if r.rid not in taken)]
 

@@ -142,8 +142,8 @@ class Turns:
             )
         )  # fmt: skip
         self._calls[rid] = call
-        call.is_fetched = self._cache.check_prefetch_progress(rid)
         if self.policy.reads_prices:
+            call.is_fetched = self._cache.is_prefetch_done(rid)
             self._look(call)
         self._order = None
 
@@ -336,24 +336,54 @@ class Turns:
 
     # -- the order --------------------------------------------------------------------------
 
-    def order(self) -> list[str]:
-        """Ids of those that have no first token, the next first; who is not among them is held."""
+    def order(self, max_new: int, max_tokens: float) -> list[str]:
+        """Ids of those that have no first token, the next first; who is not among them is held.
+
+        max_new, max_tokens: what the pass may take in at most. Who waits for storage is asked to go on with
+        what has come only where that is more than who waits for nothing can use, or when it is due.
+        """
         if not self._calls:
             return []
-        if self._fetch_ended() or self._order is None or self._now_s - self._ordered_s >= ASK_AGAIN_S:
+        has_come = self.policy.reads_prices and self._have_come(max_new, max_tokens)
+        if has_come or self._order is None or self._now_s - self._ordered_s >= ASK_AGAIN_S:
             self._ordered_s = self._now_s
             self._order = self._asked()
         return self._order
 
-    def _fetch_ended(self) -> bool:
+    def _have_come(self, max_new: int, max_tokens: float) -> bool:
         """Whether somebody waits for storage no more, who did before. Whoever does is in nobody's way."""
-        ended = False
-        for rid, call in self._calls.items():
-            if not call.is_fetched and self._cache.check_prefetch_progress(rid):
-                call.is_fetched = ended = True
-                if self.policy.reads_prices:
-                    self._look(call)
-        return ended
+        has_come = False
+        fetching: list[str] = []
+        for rid, request in self.policy.waiting.items():
+            call = self._calls[rid]
+            if call.is_fetched:
+                max_new -= call.request.req_pool_idx is None
+                max_tokens -= self._num_missing(call)
+            elif self._cache.is_prefetch_done(rid) or request.deadline_s <= self._now_s:
+                has_come = self._goes_on(rid) or has_come
+            else:
+                fetching.append(rid)
+        for rid in fetching:
+            if max_new <= 0 or max_tokens <= 0:
+                break
+            if self._goes_on(rid):
+                has_come = True
+                max_new, max_tokens = max_new - 1, max_tokens - self._num_missing(self._calls[rid])
+        return has_come
+
+    def _num_missing(self, call: _Unanswered) -> int:
+        """Tokens of it to load or to compute."""
+        request = call.request
+        return request.num_tokens - call.device if request.req_pool_idx is None else request.num_uncomputed
+
+    def _goes_on(self, rid: str) -> bool:
+        """Ask whether it goes on with what storage has brought."""
+        if not self._cache.check_prefetch_progress(rid):
+            return False
+        call = self._calls[rid]
+        call.is_fetched = True
+        self._look(call)
+        return True
 
     def _asked(self) -> list[str]:
         policy = self.policy
