@@ -18,9 +18,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from hiradix.errors import ConfigError, Misuse
+from hiradix.policy.first_come import FirstComeShadow
 
-ROUND_SHARE = 0.92  # of its tenant's round: when a request is due
+FIRST_COME_SHARE = 0.95  # of the longest wait that first come, first served would have: when a request is due
+ROUND_SHARE = 0.9  # of its tenant's round, if that is more: where not all sessions fit, it goes there
 FAR_S = 90.0  # a session expected back later than this leaves for one that waits
+FAR_SHARE = 0.35  # of what one that waits may wait, if that is less and no other tenant is known
 FORGET_S = 600.0  # idle for longer, a session is taken to have ended
 OVER_SHARE = 1.1  # times its share of recent service: a tenant that had more comes behind the others
 RECENT_S = 60.0  # of service: after so much, half of what a tenant was served no longer counts
@@ -31,7 +34,8 @@ _NEVER_S = 1e9
 class WaitingRequest:
     """One that has no first token yet. session: its id, or its own name where it has none.
 
-    deadline_s: when its first token is due, set by the policy. has_started: its prefill is under way.
+    deadline_s: when its first token is due, set by the policy. is_dated: its price has gone into that.
+    has_started: its prefill is under way.
     """
 
     rid: str
@@ -41,6 +45,7 @@ class WaitingRequest:
     footprint: int
     tenant: str = ""
     deadline_s: float = _NEVER_S
+    is_dated: bool = False
     has_started: bool = False
 
 
@@ -166,7 +171,7 @@ class _Session:
     """num_active: requests that wait or run; num_running: those that have pages. idle_since_s: when the last
     of them ended; None before.
 
-    is_in: its footprint counts against the capacity.
+    is_in: its footprint counts against the capacity. answering_s: when its last first token was there.
     """
 
     tenant: str
@@ -177,19 +182,25 @@ class _Session:
     idle_since_s: float | None = None
     stop: str = ""
     is_in: bool = False
+    answering_s: float = 0.0
 
 
 class CachedAdmission(AdmissionPolicy):
     """Sessions enter while their footprints fit, and leave by predicted return. Those who are in go first, by
     least price; a prefill under way by what is left of it.
 
-    The bound: a *round* is the time in which each of a tenant's sessions is computed once from nothing, which
-    is how long everybody waits where all are served in turn and nothing is found. A request is due after
-    ROUND_SHARE of its tenant's round, or after what its tenant has waiting, from nothing, if that is more;
-    both times the tenants at work; and not before one of its tenant's that came earlier. Whoever goes before
-    another that is due earlier does so only while that one, and all due before it, would still be in time;
-    and who is due enters, whatever has to leave. So with one tenant every first token comes when it is due
-    or before, but for time in which no pages are free and for what is evicted of a session that is in.
+    The bound: nobody waits longer than first come, first served would make somebody wait. A shadow of that
+    order runs beside the real one (see `FirstComeShadow`), and a request is due after FIRST_COME_SHARE of its
+    longest wait of late. Where the sessions' footprints are more than the capacity that order heads for a
+    *round*, the time in which each of a tenant's sessions is computed once from nothing, and a request is due
+    after ROUND_SHARE of it, if that is more. It is never due before it would be served if those that came
+    earlier all went first (where not all fits: from nothing), nor before one of its tenant's that came
+    earlier. Tenants have shadows of their own; each time is multiplied by the number of those at work.
+
+    Whoever goes before another that is due earlier does so only while that one, and all due before it, would
+    still be in time; and who is due enters, whatever has to leave. So with one tenant every first token comes
+    when it is due or before, but for time in which no pages are free and for what is evicted of a session
+    that is in.
 
     Tenants: one that had more than OVER_SHARE of its share of recent service comes behind the others, due or
     not, and those with less than their share of the capacity enter for idle sessions of those with more.
@@ -205,6 +216,8 @@ class CachedAdmission(AdmissionPolicy):
         self._served_s: dict[str, float] = {}  # by tenant, of late
         self._left: dict[str, None] = {}
         self._num_running = 0
+        self._shadows: dict[str, FirstComeShadow] = {}  # by tenant
+        self._now_s = 0.0  # when it was last asked
 
     # -- what happens -----------------------------------------------------------------------
 
@@ -220,13 +233,46 @@ class CachedAdmission(AdmissionPolicy):
         session.num_active += 1
         session.cold_price_s, session.footprint = request.cold_price_s, request.footprint
         self._drop_ended(request.arrived_s)
-        request.deadline_s = self._due_s(request)
+        shadow = self._shadows.setdefault(request.tenant, FirstComeShadow(self.capacity))
+        shadow.capacity = self.capacity // len(self._tenants())
+        gap_s = request.arrived_s - session.answering_s
+        shadow.arrive(request.session, request.arrived_s, request.cold_price_s, request.footprint, gap_s)
+        work_s = sum(r.cold_price_s for r in self._until(request))
+        request.deadline_s = self._due_s(request, request.arrived_s + work_s * len(self._tenants()))
 
-    def _due_s(self, request: WaitingRequest) -> float:
+    def _due_s(self, request: WaitingRequest, first_come_s: float) -> float:
+        """first_come_s: when those that came earlier, and it, would be served."""
+        due_s = request.arrived_s + self._longest_s(request) * len(self._tenants())
+        return max([due_s, first_come_s, *(r.deadline_s for r in self._until(request) if r is not request)])
+
+    def _longest_s(self, request: WaitingRequest) -> float:
+        """Seconds that it may wait, beside one tenant."""
+        longest_s = FIRST_COME_SHARE * self._shadows[request.tenant].longest_s(request.arrived_s)
+        if self._all_fit():
+            return longest_s
+        return max(longest_s, ROUND_SHARE * self.round_s(request.tenant))
+
+    def _all_fit(self) -> bool:
+        return sum(session.footprint for session in self._sessions.values()) <= self.capacity
+
+    def _until(self, request: WaitingRequest) -> list[WaitingRequest]:
+        """Those of its tenant that came earlier, and it."""
         own = [r for r in self.waiting.values() if r.tenant == request.tenant]
-        work_s = max(ROUND_SHARE * self.round_s(request.tenant), sum(r.cold_price_s for r in own))
-        due_s = request.arrived_s + work_s * len(self._tenants())
-        return max([due_s, *(r.deadline_s for r in own if r is not request)])
+        return own[: own.index(request) + 1]
+
+    def _date(self, now_s: float, prices: Mapping[str, float]) -> None:
+        """Where all fits nothing is lost: requests that have just come are due by what they cost there."""
+        fresh = [r for r in self.waiting.values() if not r.is_dated and r.rid in prices]
+        all_fit = bool(fresh) and self._all_fit()
+        for request in fresh:
+            request.is_dated = True
+            if all_fit:
+                work_s = sum(
+                    prices[r.rid] if r.rid in prices and self._is_in(r) else r.cold_price_s
+                    for r in self._until(request)
+                )
+                due_s = self._due_s(request, now_s + work_s * len(self._tenants()))
+                request.deadline_s = min(request.deadline_s, due_s)
 
     def start(self, rid: str, now_s: float) -> None:
         request = self.waiting[rid]
@@ -241,8 +287,10 @@ class CachedAdmission(AdmissionPolicy):
         self._num_running += 1
 
     def computed(self, rid: str, served_s: float) -> None:
-        tenant = self.waiting.pop(rid).tenant
+        request = self.waiting.pop(rid)
+        tenant, session = request.tenant, request.session
         kept = 0.5 ** (served_s / RECENT_S)
+        self._sessions[session].answering_s = self._now_s
         self._served_s = {name: s * kept for name, s in self._served_s.items() if s * kept > 1e-3}
         self._served_s[tenant] = self._served_s.get(tenant, 0.0) + served_s
 
@@ -252,6 +300,8 @@ class CachedAdmission(AdmissionPolicy):
     def remove(self, rid: str, now_s: float) -> None:
         request = self.waiting.pop(rid)
         self._ended(request.session, now_s, "abort", int(request.has_started))
+        if not self._sessions[request.session].num_active:
+            self._shadows[request.tenant].remove(request.session)
 
     def _ended(self, name: str, now_s: float, stop: str, num_running: int) -> None:
         session = self._sessions[name]
@@ -265,6 +315,11 @@ class CachedAdmission(AdmissionPolicy):
         known = self._sessions.get(session)
         if known is not None and not known.num_active:
             del self._sessions[session]
+            shadow = self._shadows.get(known.tenant)
+            if shadow is not None:
+                shadow.forget(session)
+                if not any(s.tenant == known.tenant for s in self._sessions.values()):
+                    del self._shadows[known.tenant]
             self._left[session] = None
 
     def _drop_ended(self, now_s: float) -> None:
@@ -292,6 +347,8 @@ class CachedAdmission(AdmissionPolicy):
         return sum(s.cold_price_s * max(s.num_active, 1) for s in known)
 
     def order(self, now_s: float, prices: Mapping[str, float]) -> list[str]:
+        self._now_s = now_s
+        self._date(now_s, prices)
         behind, waiting = self._over_share(), [r for r in self.waiting.values() if r.rid in prices]
         chosen = self._chosen([r for r in waiting if r.tenant not in behind], [], now_s, prices)
         if not behind:
@@ -360,16 +417,22 @@ class CachedAdmission(AdmissionPolicy):
             for name, s in inside.items()
             if not s.num_running and (is_poor or s.tenant in rich)
         ]
-        leaving: list[str] = []
+        far_s, leaving = self._far_s(request), list[str]()
         for holds_little, minus_away_s, name in sorted(may):
             yields = is_poor and not holds_little
             is_idle = inside[name].idle_since_s is not None
-            if yields or (is_idle and (is_due or -minus_away_s >= FAR_S)):
+            if yields or (is_idle and (is_due or -minus_away_s >= far_s)):
                 leaving.append(name)
                 over -= inside[name].footprint
                 if over <= 0:
                     return leaving
         return leaving if is_due or not self._num_running else None
+
+    def _far_s(self, request: WaitingRequest) -> float:
+        """Beside other tenants no share: what a tenant computes anew to let its own in and out delays them."""
+        if len(self._shadows) > 1:
+            return FAR_S
+        return min(FAR_S, FAR_SHARE * self._longest_s(request))
 
     def _away_s(self, session: _Session, now_s: float) -> float:
         """Seconds until a session is expected back; 0 where it is."""

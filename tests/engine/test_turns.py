@@ -108,22 +108,27 @@ def prompt_of(seed: int, num_tokens: int) -> list[int]:
 
 
 def test_who_is_in_the_cache_goes_before_who_came_first() -> None:
+    """As long as nobody waits longer for that than somebody would have of late."""
     found = {}
     for policy in ("fcfs", "lpm", "cached"):
-        server = Server(policy)
+        server = Server(policy, num_pages=128)
         server.ask("warm", prompt_of(1, 81), session="a")
+        server.work()
+        server.ask("longest", prompt_of(3, 161), session="c")
         server.work()
         server.ask("cold", prompt_of(2, 101), session="b")
         server.ask("hit", prompt_of(1, 101), session="a")
         server.work()
         server.assert_empty()
         found[policy] = server.told
-    assert found["fcfs"] == ["warm", "cold", "hit"]
-    assert found["lpm"] == found["cached"] == ["warm", "hit", "cold"]
+    assert found["fcfs"] == ["warm", "longest", "cold", "hit"]
+    assert found["lpm"] == found["cached"] == ["warm", "longest", "hit", "cold"]
 
 
 def test_a_prefill_under_way_gives_way_at_a_chunk_boundary() -> None:
-    server = Server("cached")
+    server = Server("cached", num_pages=160)
+    server.ask("longest", prompt_of(3, 241), session="c")
+    server.work()
     server.ask("warm", prompt_of(1, 81), session="a")
     server.work()
     server.ask("long", prompt_of(2, 161), session="b")

@@ -1,0 +1,125 @@
+"""What first come, first served would make sessions wait: a shadow of it beside the server that orders them."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from dataclasses import dataclass
+
+KEPT_WAITS = 32.0  # a wait counts for so many times its own length
+
+
+@dataclass(slots=True)
+class _Shadow:
+    """A session there. cold_price_s, footprint: of its newest request. next_gap_s: it has asked again, so many
+    seconds after its answer began; None: it has not. cached_s: of its prompt, as long as it is cached.
+    is_over: it asks no more."""
+
+    cold_price_s: float = 0.0
+    footprint: int = 0
+    arrived_s: float | None = None
+    next_gap_s: float | None = None
+    cached_s: float = 0.0
+    is_over: bool = False
+
+
+class FirstComeShadow:
+    """One server that takes requests as they come, over a cache of whole sessions that forgets the least
+    recently used. Of a session one request waits at a time, as its next one follows the answer: one that
+    comes sooner than the shadow answers is taken as its next, with the newest prompt.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        """capacity: tokens of the cache."""
+        self.capacity = capacity
+        self._sessions: dict[str, _Shadow] = {}
+        self._coming: list[tuple[float, int, str]] = []
+        self._num_comings = 0
+        self._queue: deque[str] = deque()
+        self._cached: dict[str, int] = {}  # footprints, the least recently used first
+        self._num_cached = 0  # tokens
+        self._free_s = 0.0
+        self._waits: deque[tuple[float, float]] = deque()  # (until when it counts, seconds), falling
+
+    def arrive(self, name: str, now_s: float, cold_price_s: float, footprint: int, gap_s: float) -> None:
+        """A request; gap_s: since the session's answer before began."""
+        self._run(now_s)
+        session = self._sessions.setdefault(name, _Shadow())
+        session.cold_price_s, session.footprint, session.is_over = cold_price_s, footprint, False
+        if session.arrived_s is None:
+            self._come(name, session, now_s)
+        else:
+            session.next_gap_s = gap_s
+        self._run(now_s)
+
+    def remove(self, name: str) -> None:
+        """What the session asks is taken back."""
+        session = self._sessions.get(name)
+        if session is not None:
+            session.arrived_s = session.next_gap_s = None
+
+    def forget(self, name: str) -> None:
+        """The session asks no more; what waits of it here is still answered."""
+        session = self._sessions.get(name)
+        if session is not None:
+            session.is_over, session.next_gap_s = True, None
+            if session.arrived_s is None:
+                del self._sessions[name]
+
+    def longest_s(self, now_s: float) -> float:
+        """The longest wait of late, that of whoever waits included."""
+        self._run(now_s)
+        while self._waits and self._waits[0][0] < now_s:
+            self._waits.popleft()
+        longest_s = self._waits[0][1] if self._waits else 0.0
+        at_s = max(self._free_s, now_s)
+        for name in self._queue:
+            session = self._sessions.get(name)
+            if session is not None and session.arrived_s is not None:
+                at_s += self._price_s(name, session)
+                longest_s = max(longest_s, at_s - session.arrived_s)
+        return longest_s
+
+    def _come(self, name: str, session: _Shadow, at_s: float) -> None:
+        session.arrived_s = at_s
+        self._num_comings += 1
+        heapq.heappush(self._coming, (at_s, self._num_comings, name))
+
+    def _run(self, now_s: float) -> None:
+        """Up to now."""
+        while True:
+            at_s = self._free_s
+            if not self._queue and self._coming:
+                at_s = max(at_s, self._coming[0][0])
+            while self._coming and self._coming[0][0] <= min(at_s, now_s):
+                self._queue.append(heapq.heappop(self._coming)[2])
+            if at_s > now_s or not self._queue:
+                return
+            self._serve(self._queue.popleft(), at_s)
+
+    def _serve(self, name: str, at_s: float) -> None:
+        session = self._sessions.get(name)
+        if session is None or session.arrived_s is None:
+            return
+        self._free_s = at_s + self._price_s(name, session)
+        self._waited(self._free_s - session.arrived_s)
+        session.arrived_s, session.cached_s = None, session.cold_price_s
+        self._num_cached += session.footprint - self._cached.pop(name, 0)
+        self._cached[name] = session.footprint
+        while self._num_cached > self.capacity:
+            self._num_cached -= self._cached.pop(next(iter(self._cached)))
+        gap_s, session.next_gap_s = session.next_gap_s, None
+        if gap_s is not None:
+            self._come(name, session, self._free_s + gap_s)
+        elif session.is_over:
+            del self._sessions[name]
+
+    def _price_s(self, name: str, session: _Shadow) -> float:
+        if name not in self._cached:
+            return session.cold_price_s
+        return max(session.cold_price_s - session.cached_s, 0.0)
+
+    def _waited(self, wait_s: float) -> None:
+        while self._waits and self._waits[-1][1] <= wait_s:
+            self._waits.pop()
+        self._waits.append((self._free_s + KEPT_WAITS * wait_s, wait_s))
