@@ -19,7 +19,7 @@ from hiradix.policy.uses import LastUse, RequestUse, UseLog
 from hiradix.tree import LruOrder, Node, OrderContext, Tier
 from hiradix.tree.node import Residency
 
-_NOBODY = RequestUse(0, 0, EMPTY)
+_NOBODY = RequestUse(0, 0, 0, EMPTY)
 
 
 class GhdOrder:
@@ -35,6 +35,7 @@ class GhdOrder:
     """
 
     path_moves_once: ClassVar[bool] = True
+    waste: ClassVar[int] = 1  # what is not wanted stays
 
     def __init__(self, context: OrderContext, log: UseLog, tables: ClassTables):
         self.num_pages = 0
