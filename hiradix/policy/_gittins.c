@@ -13,6 +13,7 @@
 #define FAMILY_VOTES 10.0
 #define REUSE_VOTES 6.0
 #define SHAPE_VOTES 32.0
+#define NEAR_SHAPE_VOTES 8.0
 #define MAX_HAZARD 0.999
 #define MAX_REUSE 0.995
 
@@ -105,13 +106,11 @@ static double least_of(double one, double other)
     return one < other ? one : other;
 }
 
-/* A family's hazard, and from it its reuse and the density of its think times. */
-static double family_hazard(const double *used, const double *exposed, double *hazard, double *density)
+/* Of what comes back, the share that does in each bucket; how much does. */
+static double think_times(const double *hazard, double *density)
 {
     double alive = 1, before[BUCKETS];
     for (int b = 0; b < BUCKETS; b++) {
-        double prior = PRIOR_REUSE / BUCKETS / (1 - PRIOR_REUSE / BUCKETS * b);
-        hazard[b] = least_of((used[b] + FAMILY_VOTES * prior) / (exposed[b] + FAMILY_VOTES), MAX_HAZARD);
         before[b] = alive;
         alive *= 1 - hazard[b];
     }
@@ -122,8 +121,16 @@ static double family_hazard(const double *used, const double *exposed, double *h
     return reuse;
 }
 
-/* The same of a class below, from its parent's reuse and its family's density. */
-static double class_hazard(const double *votes, double parent, const double *density, double *hazard)
+static void family_hazard(const double *used, const double *exposed, double *hazard)
+{
+    for (int b = 0; b < BUCKETS; b++) {
+        double prior = PRIOR_REUSE / BUCKETS / (1 - PRIOR_REUSE / BUCKETS * b);
+        hazard[b] = least_of((used[b] + FAMILY_VOTES * prior) / (exposed[b] + FAMILY_VOTES), MAX_HAZARD);
+    }
+}
+
+/* The hazard of a class below, from its parent's reuse and the think times whose curve it borrows; its reuse. */
+static double class_hazard(const double *votes, double parent, const double *density, double shape_votes, double *hazard)
 {
     const double *used = votes, *exposed = votes + BUCKETS, *started = votes + 2 * BUCKETS;
     double weighted[BUCKETS], sum = 0;
@@ -135,7 +142,7 @@ static double class_hazard(const double *votes, double parent, const double *den
     for (int b = 0; b < BUCKETS; b++) {
         sum = b ? sum + density[b] : density[b];
         double expected = reuse * density[b] / (1 - reuse * (sum - density[b]));
-        hazard[b] = least_of((used[b] + SHAPE_VOTES * expected) / (exposed[b] + SHAPE_VOTES), MAX_HAZARD);
+        hazard[b] = least_of((used[b] + shape_votes * expected) / (exposed[b] + shape_votes), MAX_HAZARD);
     }
     return reuse;
 }
@@ -175,14 +182,15 @@ static npy_int64 depth_of(PyObject *const *args)
     }
     for (npy_intp c = 0; good && c < count; c++) {
         npy_int64 parent = ((npy_int64 *)PyArray_DATA((PyArrayObject *)args[1]))[c];
-        npy_int64 family = ((npy_int64 *)PyArray_DATA((PyArrayObject *)args[2]))[c];
-        npy_int64 level = ((npy_int64 *)PyArray_DATA((PyArrayObject *)args[3]))[c];
-        good = parent >= 0 && parent <= c && family >= 0 && family < FAMILIES && level >= 0 && level < BUCKETS
-            && (level == 0) == (c < FAMILIES);
+        npy_int64 curve = ((npy_int64 *)PyArray_DATA((PyArrayObject *)args[2]))[c];
+        const npy_int64 *levels = PyArray_DATA((PyArrayObject *)args[3]);
+        npy_int64 level = levels[c];
+        good = parent >= 0 && parent <= c && curve >= 0 && curve <= c && level >= 0 && level < BUCKETS
+            && (level == 0) == (c < FAMILIES) && (level == 0 || levels[curve] < level);
         deepest = level > deepest ? level : deepest;
     }
     if (!good) {
-        PyErr_Format(PyExc_TypeError, "no votes of classes in %d age buckets, with parents, families and levels", BUCKETS);
+        PyErr_Format(PyExc_TypeError, "no votes of classes in %d age buckets, with parents, curves and levels", BUCKETS);
     }
     return good ? deepest : -1;
 }
@@ -195,23 +203,27 @@ static PyObject *hazard_of(PyObject *self, PyObject *const *args, Py_ssize_t nar
     npy_int64 deepest = depth_of(args);
     npy_intp shape[2] = {deepest < 0 ? 0 : PyArray_DIM((PyArrayObject *)args[0], 0), BUCKETS};
     PyObject *found = deepest < 0 ? NULL : PyArray_SimpleNew(2, shape, NPY_DOUBLE);
-    double *reuse = found == NULL ? NULL : PyMem_Malloc(shape[0] * sizeof(double));
+    double *reuse = found == NULL ? NULL : PyMem_Malloc(shape[0] * (1 + BUCKETS) * sizeof(double));
     if (reuse == NULL) {
         Py_XDECREF(found);
         return deepest < 0 ? NULL : PyErr_NoMemory();
     }
     double *votes = PyArray_DATA((PyArrayObject *)args[0]), *hazard = PyArray_DATA((PyArrayObject *)found);
-    const npy_int64 *parents = PyArray_DATA((PyArrayObject *)args[1]), *families = PyArray_DATA((PyArrayObject *)args[2]);
+    const npy_int64 *parents = PyArray_DATA((PyArrayObject *)args[1]), *curves = PyArray_DATA((PyArrayObject *)args[2]);
     const npy_int64 *levels = PyArray_DATA((PyArrayObject *)args[3]);
-    double density[FAMILIES][BUCKETS];
+    double *density = reuse + shape[0];
     add_up(votes, parents, levels, shape[0], deepest);
     for (npy_int64 level = 0; level <= deepest; level++) {
         for (npy_intp c = 0; c < shape[0]; c++) {
             const double *own = votes + c * 3 * BUCKETS;
+            double *its = hazard + c * BUCKETS, *times = density + c * BUCKETS;
             if (level == 0 && c < FAMILIES) {
-                reuse[c] = family_hazard(own, own + BUCKETS, hazard + c * BUCKETS, density[c]);
+                family_hazard(own, own + BUCKETS, its);
+                reuse[c] = think_times(its, times);
             } else if (level && levels[c] == level) {
-                reuse[c] = class_hazard(own, reuse[parents[c]], density[families[c]], hazard + c * BUCKETS);
+                double shape_votes = curves[c] < FAMILIES ? SHAPE_VOTES : NEAR_SHAPE_VOTES;
+                reuse[c] = class_hazard(own, reuse[parents[c]], density + curves[c] * BUCKETS, shape_votes, its);
+                think_times(its, times);
             }
         }
     }

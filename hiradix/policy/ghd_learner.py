@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from typing import Final
 
 from hiradix.policy.ghd_order import GhdOrder
-from hiradix.policy.ghd_tables import CONVERSATION, SHARED, ClassTables
+from hiradix.policy.ghd_tables import CONVERSATION, NEAR_CURVES, SHARED, ClassTables
 from hiradix.policy.places import INFINITE
 from hiradix.policy.segments import Segments
 from hiradix.policy.uses import HINTS, STOPS, Finished, LastUse, UseLog
@@ -15,10 +16,12 @@ from hiradix.tree.key import Namespace
 
 SENDERS: Final = 16  # namespaces are told apart in so many groups where they give hints
 _HINT_CLASS: Final = 8  # conversation classes from here on: hint, then sender
-_STOP_CLASS: Final = 128  # and from here on: why the answer ended, and whether it continued another
+_STOP_CLASS: Final = NEAR_CURVES  # and from here on: why the answer ended, and whether it continued another
 _DECAY_EVERY: Final = 256  # requests
 _DECAY: Final = 0.9576032806985737  # 2 ** (-1 / 16): half in 4096 requests
 _COUNT_FIRST: Final = 32  # between two countings at the start; in the end as many as between two decays
+_RECENT: Final = 128  # requests whose conversations are at work
+_ROUND: Final = 1 << 22  # the clock moves on while each conversation at work has one request
 _MAY_WAIT: Final = 1024  # requests, if nobody asks who leaves
 
 
@@ -39,7 +42,27 @@ class GhdLearner(UseLog):
         self._requests = 0
         self._decays = 0  # made
         self._is_due = False  # counting
+        self._recent: deque[int] = (
+            deque()
+        )  # conversations of the last requests, and how many of them are whose
+        self._at_work: dict[int, int] = {}
         self._own = [-1] * 256  # class by turn, size, answer
+
+    # -- time -------------------------------------------------------------------------------
+
+    def passes(self, talk: int, request: Finished) -> int:
+        """Where it is known why answers end, equally much for each conversation at work: the time of its own."""
+        if request.stop not in STOPS:
+            return request.prompt_tokens + request.output_tokens
+        at_work, recent = self._at_work, self._recent
+        recent.append(talk)
+        at_work[talk] = at_work.get(talk, 0) + 1
+        if len(recent) > _RECENT:
+            old = recent.popleft()
+            at_work[old] -= 1
+            if not at_work[old]:
+                del at_work[old]
+        return _ROUND // len(at_work)
 
     # -- classes ----------------------------------------------------------------------------
 
@@ -49,11 +72,13 @@ class GhdLearner(UseLog):
         recency = 9 if gap is None else min(8, (gap // 1024 + 1).bit_length() // 2 + 1)
         return self.tables.class_of((SHARED, min(visits.bit_length() - 1, 4), recency))
 
-    def own_class(self, turn: int, away: int, num_known: int, request: Finished, key: RadixKey) -> int:
+    def own_class(
+        self, talk: int, turn: int, away: int, num_known: int, request: Finished, key: RadixKey
+    ) -> int:
         if request.hint is not None:
             return self._hinted(request.hint, key.space)
         if request.stop in STOPS:
-            return self._paused(turn, away, request)
+            return self._paused(talk, turn, away, request)
         if turn:
             fresh = request.prompt_tokens - num_known * self.page_tokens
             size = _FRESH[fresh.bit_length()] if fresh > 0 else 0
@@ -66,13 +91,14 @@ class GhdLearner(UseLog):
             found = self._own[kind] = self.tables.class_of(key_of)
         return found
 
-    def _paused(self, turn: int, away: int, request: Finished) -> int:
-        """A class by why the answer ended, how long it was and how long the session was away before it."""
+    def _paused(self, talk: int, turn: int, away: int, request: Finished) -> int:
+        """A class by why the answer ended, how long it was, how many of the last requests were of the same
+        conversation, and how long that was away before this one."""
         why = _STOP_CLASS + STOPS.index(request.stop) * 2 + (1 if turn else 0)
-        answer = min(request.output_tokens.bit_length(), 12) // 2
-        pace = (min((away >> 16).bit_length(), 9) // 2 + 1) if turn else 0
-        size = min((request.prompt_tokens >> 9).bit_length(), 10) // 2
-        return self.tables.class_of((CONVERSATION, why, answer, pace, size))
+        answer = min(request.output_tokens.bit_length(), 12)
+        busy = self._at_work[talk].bit_length()
+        pace = (min((away >> 15).bit_length(), 10) + 1) if turn else 0
+        return self.tables.class_of((CONVERSATION, why, answer, busy, pace))
 
     def _hinted(self, hint: str, space: Namespace) -> int:
         """A class of the sender's own below the family: a false hint is priced by what its sender's were."""

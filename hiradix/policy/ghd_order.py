@@ -17,9 +17,9 @@ from hiradix.policy.leaves import exposed_parent, is_blocked
 from hiradix.policy.places import INFINITE, Place
 from hiradix.policy.uses import LastUse, RequestUse, UseLog
 from hiradix.tree import LruOrder, Node, OrderContext, Tier
-from hiradix.tree.node import Residency
+from hiradix.tree.node import WASTE, Residency
 
-_NOBODY = RequestUse(0, 0, EMPTY)
+_NOBODY = RequestUse(0, 0, 0, EMPTY)
 
 
 class GhdOrder:
@@ -44,6 +44,7 @@ class GhdOrder:
         self._is_plain = context.backbone and context.tier == Tier.DEVICE
         self._covers = context.backbone and context.tier == Tier.HOST
         self.tier = context.tier
+        self.waste = 1 if self._is_plain else WASTE  # on the device what is not wanted stays
         self._log = log
         self._tables = tables
         self._members = LruOrder(context)  # by when they came: only who is one is asked of it
@@ -139,8 +140,12 @@ class GhdOrder:
         """`entry` has no place any more, or one by another note: its parent's may need one."""
         node = entry.node
         parent = None if node is None else node.parent or node.successor
-        if parent is not None and parent.host.hotter is not None:
+        while parent is not None and parent.host.hotter is not None:
             self._came(parent.host, gone)
+            above = parent.parent
+            if parent.host.rank is not None or above is None or above.note is not parent.note:
+                break  # one that may not leave covers nobody either
+            parent = above
 
     def _is_stale(self, place: Place, node: Node) -> bool:
         """Whether a place is not what its entry would get."""

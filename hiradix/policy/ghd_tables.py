@@ -25,6 +25,9 @@ MAX_CLASSES: Final = 512
 ROOT: Final = 0  # the families: indices of the first three classes
 SHARED: Final = 1
 CONVERSATION: Final = 2
+NEAR_CURVES: Final = (
+    128  # classes with such a second number borrow think times from their parent, not their family
+)
 FAMILIES: tuple[ClassKey, ...] = ((), (SHARED,), (CONVERSATION,))
 
 _VERSION = 1
@@ -48,7 +51,7 @@ class ClassTables:
         self.keys: list[ClassKey] = []
         self._ids: dict[ClassKey, int] = {}
         self._parents: list[int] = []
-        self._families: list[int] = []
+        self._curves: list[int] = []  # whose think times a class borrows
         self._levels: list[int] = []  # below the families, which have 0
         shape = (MAX_CLASSES, BUCKETS)
         self.used: Floats = np.zeros(shape)
@@ -87,7 +90,10 @@ class ClassTables:
         parent = 0 if is_family else self._ids[key[:-1]]
         self.keys.append(key)
         self._parents.append(parent)
-        self._families.append(number if is_family else self._families[parent])
+        if is_family:
+            self._curves.append(number)
+        else:
+            self._curves.append(parent if key[1] >= NEAR_CURVES else self._curves[parent])
         self._levels.append(0 if is_family else len(key) - 1)
 
     def decay(self, factor: float) -> None:
@@ -118,7 +124,7 @@ class ClassTables:
 
     def _hazard(self, votes: Floats) -> Floats:
         n = len(votes)
-        about = (self._parents[:n], self._families[:n], self._levels[:n])
+        about = (self._parents[:n], self._curves[:n], self._levels[:n])
         return hazard_of(votes, *(np.array(column, np.int64) for column in about))
 
     def rows(self) -> tuple[Floats, Floats, Ints]:

@@ -4,13 +4,13 @@ what was seen of its class.
 Two forms with the same results to the last bit: `gittins_numpy`, and `_gittins.c`, which `make compiled`
 builds and which takes its place where it is found.
 
-    hazard_of(votes, parents, families, levels)  hazard
+    hazard_of(votes, parents, curves, levels)  hazard
     index_of(hazard, widths)                     index, least, falls: float64, float64, int64, [classes, 64]
 
 votes: float64 [classes, 3, 64], per age bucket of what was used, could have been, and lived through it; the
     caller's own, which is changed. The first three classes are the families: all data, and two parts of it.
-parents, families, levels: int64 [classes]: of each class the number of its parent, which is less, of its
-    family, and how far it is below that.
+parents, curves, levels: int64 [classes]: of each class the number of its parent, which is less; of the class,
+    less deep, that it borrows the curve of think times from; and how far it is below its family.
 
 hazard: float64 [classes, 64], of what lives to see an age bucket the share that is used in it.
 widths: float64 [64], the buckets' tokens. TypeError for other arrays.

@@ -17,11 +17,12 @@ _FAMILIES = 3  # the first classes
 _PRIOR_REUSE = 0.3  # of what nothing is known about, spread evenly over the buckets
 _FAMILY_VOTES = 10.0  # of the prior, against what a family has seen
 _REUSE_VOTES = 6.0  # of the parent's share that comes back, against the class's own
-_SHAPE_VOTES = 32.0  # of the family's think times, against the class's own
+_SHAPE_VOTES = 32.0  # of a family's think times, against the class's own
+_NEAR_SHAPE_VOTES = 8.0  # of those of a class below
 _MAX_HAZARD, _MAX_REUSE = 0.999, 0.995
 
 
-def hazard_of(votes: Floats, parents: Ints, families: Ints, levels: Ints) -> Floats:
+def hazard_of(votes: Floats, parents: Ints, curves: Ints, levels: Ints) -> Floats:
     below = [(levels == level).nonzero()[0] for level in range(1, int(levels.max()) + 1)]
     used, exposed, started = np.moveaxis(_with_descendants(votes, parents, below), 1, 0)
     exposed = np.maximum(exposed, used)
@@ -31,21 +32,28 @@ def hazard_of(votes: Floats, parents: Ints, families: Ints, levels: Ints) -> Flo
     prior = _PRIOR_REUSE / BUCKETS / (1 - _PRIOR_REUSE / BUCKETS * np.arange(BUCKETS))
     hazard[family] = (used[family] + _FAMILY_VOTES * prior) / (exposed[family] + _FAMILY_VOTES)
     np.minimum(hazard, _MAX_HAZARD, out=hazard)
-    density: Floats = np.empty((_FAMILIES, BUCKETS))
-    for f in family:
-        alive = np.concatenate([[1.0], np.cumprod(1 - hazard[f])])
-        reuse[f] = 1 - alive[-1]
-        density[f] = alive[:-1] * hazard[f] / reuse[f]
+    density: Floats = np.empty_like(hazard)
+    density[family], reuse[family] = _think_times(hazard[family])
     for c in below:
-        f = density[families[c]]
+        f = density[curves[c]]
+        shape_votes = np.where(curves[c] < _FAMILIES, _SHAPE_VOTES, _NEAR_SHAPE_VOTES)[:, None]
         seen, all_votes = used[c].sum(1), (started[c] * f).sum(1)
         share = (seen + _REUSE_VOTES * reuse[parents[c]]) / (np.maximum(all_votes, seen) + _REUSE_VOTES)
         reuse[c] = np.minimum(share, _MAX_REUSE)
         p = reuse[c][:, None]
         expected = p * f / (1 - p * (np.cumsum(f, 1) - f))
-        own = (used[c] + _SHAPE_VOTES * expected) / (exposed[c] + _SHAPE_VOTES)
+        own = (used[c] + shape_votes * expected) / (exposed[c] + shape_votes)
         hazard[c] = np.minimum(own, _MAX_HAZARD)
+        density[c], _ = _think_times(hazard[c])
     return hazard
+
+
+def _think_times(hazard: Floats) -> tuple[Floats, Floats]:
+    """Of what comes back, the share that does in each bucket; and how much does."""
+    alive = np.ones((len(hazard), BUCKETS + 1))
+    np.cumprod(1 - hazard, 1, out=alive[:, 1:])
+    reuse = 1 - alive[:, -1]
+    return alive[:, :-1] * hazard / reuse[:, None], reuse
 
 
 def _with_descendants(total: Floats, parents: Ints, below: list[Ints]) -> Floats:

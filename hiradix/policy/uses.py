@@ -58,11 +58,13 @@ class Finished:
 
 @mypyc_attr(acyclic=True)
 class RequestUse:
-    """One request. turn: which of its conversation; pages: of its prompt; blocks: of its whole path."""
+    """One request. talk: its conversation's number; turn: which of that; pages: of its prompt; blocks: of its
+    whole path."""
 
-    __slots__ = ("turn", "pages", "blocks")
+    __slots__ = ("talk", "turn", "pages", "blocks")
 
-    def __init__(self, turn: int, pages: int, blocks: BlockNames):
+    def __init__(self, talk: int, turn: int, pages: int, blocks: BlockNames):
+        self.talk = talk
         self.turn = turn
         self.pages = pages
         self.blocks = blocks
@@ -93,7 +95,7 @@ Stretch = tuple[int, LastUse | None]  # pages of a path up to the first, last us
 class UseLog:
     """Notes and ghosts of one cache. page_tokens: tokens a page stands for. Scheduler thread only.
 
-    clock: tokens of traffic so far, prompts and answers. ghosts: the notes of what has left, by the names of
+    clock: of traffic so far, see `passes`. ghosts: the notes of what has left, by the names of
     its blocks. A note of what is cached is its node's (`Node.note`).
     """
 
@@ -102,6 +104,7 @@ class UseLog:
         self.page_tokens = page_tokens
         self.pages_per_block = max(1, BLOCK_TOKENS // page_tokens)
         self.clock = 0
+        self._talks = 0
         self.ghosts: Ghosts[LastUse] = Ghosts(MIN_GHOSTS)
         self._made: set[tuple[str, Tier]] = set()
 
@@ -109,9 +112,16 @@ class UseLog:
 
     shared_from = 0  # visits from which on `class_of` is asked; what fewer came by is in the request's own
 
-    def own_class(self, turn: int, away: int, num_known: int, request: Finished, key: RadixKey) -> int:
-        """The class of what a request uses alone. num_known: its leading pages that are cached or ghosts.
-        away: tokens since the last use of the deepest of them, 0 where there are none."""
+    def passes(self, talk: int, request: Finished) -> int:
+        """How far a request of conversation number `talk` moves the clock on: at least 0."""
+        return request.prompt_tokens + request.output_tokens
+
+    def own_class(
+        self, talk: int, turn: int, away: int, num_known: int, request: Finished, key: RadixKey
+    ) -> int:
+        """The class of what a request uses alone. talk: its conversation's number, of which it is turn
+        `turn`. num_known: its leading pages that are cached or ghosts. away: on the clock, since the last use of
+        the deepest of them, 0 where there are none."""
         return 0
 
     def class_of(self, own: int, visits: int, gap: int | None) -> int:
@@ -141,9 +151,8 @@ class UseLog:
         O(nodes of the path) + about 2 us per 512 tokens that were not on it. May split nodes.
         """
         prompt_tokens = request.prompt_tokens
-        self.clock += prompt_tokens + request.output_tokens
         nodes, stretches = _known(tree, node)
-        num_known, turn, away, step, blocks = 0, 0, 0, 1, EMPTY
+        num_known, talk, turn, step, blocks, last = 0, 0, 0, 1, EMPTY, -1
         if stretches:
             num_known, owner = stretches[-1]
             blocks = owner.use.blocks  # type: ignore[union-attr]
@@ -153,18 +162,21 @@ class UseLog:
             num_known, owner = stretches[-1]
             if owner is None:
                 raise Misuse("what is known has a note")
-            away = self.clock - owner.clock
+            last = owner.clock
             if num_known >= max(2, owner.use.pages - 1):
-                turn, step = owner.use.turn + 1, 0
+                talk, turn, step = owner.use.talk, owner.use.turn + 1, 0
+        if not turn:
+            talk = self._talks = self._talks + 1
+        self.clock += self.passes(talk, request)
+        away = self.clock - last if last >= 0 else 0
         own = 0
         if num_known < node.end:
             stretches.append((node.end, None))
-            own = self.own_class(turn, away, num_known, request, key)
+            own = self.own_class(talk, turn, away, num_known, request, key)
         elif any(old.visits + step < 2 for _, old in stretches if old is not None):
-            own = self.own_class(
-                turn, away, num_known, request, key
-            )  # a class that nothing is in is not made
-        use = RequestUse(turn, -(-prompt_tokens // self.page_tokens), blocks)
+            # otherwise nothing would be in it, and a class that nothing is in is not made
+            own = self.own_class(talk, turn, away, num_known, request, key)
+        use = RequestUse(talk, turn, -(-prompt_tokens // self.page_tokens), blocks)
         noted = self._noted(use, stretches, own, step)
         if has_ghosts:
             nodes = _cut(tree, nodes, noted)

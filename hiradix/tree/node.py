@@ -23,6 +23,7 @@ Ids = npt.NDArray[np.integer[Any]]  # page ids as a caller may have them
 NO_PAGES: Final[Pages] = np.empty(0, np.int32)
 NO_PAGES.flags.writeable = False
 UNBOUNDED: Final = sys.maxsize
+WASTE: Final = 4  # see `Granularity`
 BACKBONE: Final = 0  # index of the component that every node has
 
 
@@ -44,12 +45,13 @@ class Granularity:
 
     long_path: nodes an unlock must leave free before it looks for what to merge (see `merge`).
     waste: an eviction takes a node whole unless it holds more than this many times what is still wanted.
+        None: as many as the order says (see `EvictionOrder`), `WASTE` where it says nothing.
     by_need: of a further component, a lock covers what its boundary needs, to the page and not to the node,
         and what no boundary needs leaves before what the policy would choose.
     """
 
     long_path: int = 16
-    waste: int = 4
+    waste: int | None = None
     by_need: bool = True
 
 

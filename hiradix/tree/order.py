@@ -30,8 +30,10 @@ class EvictionOrder(Protocol):
     victims.
 
     It may say `path_moves_once = True`: after a path was `touched`, to do so with its upper part alone, with
-    nothing in between, changes nothing. Then it is not done. One that learns as it is asked for victims has a
-    `peek()` too: a `coldest` from which nothing follows, for checks, which need not be the same on all ranks.
+    nothing in between, changes nothing. Then it is not done. It may have a `waste`: a victim that holds more
+    than so many times what is wanted is cut, and the rest stays (see `Granularity`). One that learns as it is
+    asked for victims has a `peek()` too: a `coldest` from which nothing follows, for checks, which need not be
+    the same on all ranks.
     """
 
     num_pages: int

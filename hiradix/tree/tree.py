@@ -446,13 +446,13 @@ class RadixTree:
         """
         residencies, out, missing = self._residencies, Dropped(self._residencies.places), index(num_pages)
         order, per_page = residencies.orders[component][tier], self.components[component].per_page
-        waste = residencies.granularity.waste
+        waste = residencies.waste[component][tier]
         gone: Node | None = None
         while missing > 0 and (victim := order.coldest()) is not None:
             node = _node_of(victim)
             if per_page:
                 if node.end - node.start > waste * missing:
-                    node = self._cut_victim(node, component, missing)
+                    node = self._cut_victim(node, component, missing, waste)
                 missing -= node.end - node.start
             else:
                 missing -= 1
@@ -474,18 +474,19 @@ class RadixTree:
         nodes = [_node_of(entry) for entry in self._residencies.orders[component][tier].victims(wanted)]
         if nodes and self.components[component].per_page:
             missing = wanted - sum(node.num_pages for node in nodes[:-1])
-            nodes[-1] = self._cut_victim(nodes[-1], component, missing)
+            nodes[-1] = self._cut_victim(
+                nodes[-1], component, missing, self._residencies.waste[component][tier]
+            )
         return nodes
 
-    def _cut_victim(self, node: Node, component: int, wanted: int) -> Node:
-        """The part of a victim to take: all of it, unless it has more than `Granularity.waste` times the
-        pages `wanted`.
+    def _cut_victim(self, node: Node, component: int, wanted: int, waste: int) -> Node:
+        """The part of a victim to take: all of it, unless it has more than `waste` times the pages `wanted`.
 
         Halved until it has not, so that a big node that goes bit by bit costs O(1) per page. Of the backbone
         the end goes first, of others the front.
         """
         keep_front = component == BACKBONE
-        while node.num_pages > self._residencies.granularity.waste * wanted:
+        while node.num_pages > waste * wanted:
             taken = max(wanted, node.num_pages // 2)
             upper = self._split(node, node.num_pages - taken if keep_front else taken)
             if not keep_front:

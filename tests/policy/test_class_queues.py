@@ -44,7 +44,7 @@ def bucket_of(age: int) -> int:
 
 def placed(used: int) -> Place:
     """A place, to be, of a node of its own that was last used at `used`."""
-    return Place(Residency(Node(None, 0, 1, 0)), LastUse(RequestUse(0, 0, EMPTY), used, CLASS, 0), 0)
+    return Place(Residency(Node(None, 0, 1, 0)), LastUse(RequestUse(0, 0, 0, EMPTY), used, CLASS, 0), 0)
 
 
 class Life:
@@ -313,7 +313,7 @@ def followers(*class_ids: int) -> tuple[RadixTree, list[Node]]:
     for end, class_id in enumerate(class_ids, 1):
         done = tree.insert(RadixKey(list(range(end))), DEVICE, [np.arange(end, dtype=np.int32)])
         path.append(done.lock.node)
-        path[-1].note = LastUse(RequestUse(0, 0, EMPTY), 0, class_id, 1)
+        path[-1].note = LastUse(RequestUse(0, 0, 0, EMPTY), 0, class_id, 1)
         tree.unlock(done.lock)
     path[1].note = path[0].note
     tree.adopt(path[-1], 0, HOST, np.arange(len(path), dtype=np.int32))
@@ -333,7 +333,7 @@ def test_where_one_can_no_longer_leave_the_one_is_found_that_was_to_follow_him()
 def test_where_one_was_used_again_the_one_is_found_that_was_to_follow_him() -> None:
     tree, path = followers(SHARED, SHARED)
     for node, class_id in zip(path, (SHARED, CONVERSATION), strict=True):
-        node.note = LastUse(RequestUse(1, 0, EMPTY), 0, class_id, 2)
+        node.note = LastUse(RequestUse(0, 1, 0, EMPTY), 0, class_id, 2)
     tree.evict(0, HOST, 1)
     assert [node.resident(HOST) for node in path] == [False, True]
 

@@ -44,7 +44,7 @@ class Tables(ClassTables):
 
 
 def place_of(used: int, class_id: int) -> Place:
-    return Place(Residency(Node(None, 0, 1, 0)), LastUse(RequestUse(0, 0, EMPTY), used, class_id, 0), 0)
+    return Place(Residency(Node(None, 0, 1, 0)), LastUse(RequestUse(0, 0, 0, EMPTY), used, class_id, 0), 0)
 
 
 class Life:

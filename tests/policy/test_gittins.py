@@ -75,38 +75,54 @@ def test_both_forms_agree_on_what_is_no_number(at: int) -> None:
 
 
 def a_tree(rng: random.Random) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Votes, parents, families and levels of some classes."""
-    parents, families, levels = [0, 0, 0], [0, 1, 2], [0, 0, 0]
+    """Votes, parents, curves and levels of some classes."""
+    parents, curves, levels = [0, 0, 0], [0, 1, 2], [0, 0, 0]
     for number in range(3, 3 + rng.choice([0, 1, 7, 60])):
         parent = rng.randrange(1, number)
         parents.append(parent)
-        families.append(families[parent])
         levels.append(levels[parent] + 1)
+        curves.append(rng.choice([parent, curves[parent]]))
     votes = np.random.default_rng(rng.randrange(1 << 30)).random((len(parents), 3, BUCKETS))
     votes *= rng.choice([1e-9, 1.0, 30.0, 1e6])
     votes[np.random.default_rng(1).random(votes.shape) < rng.choice([0.0, 0.5, 0.9])] = 0
     votes[:, 2] = votes.sum(1)
-    return votes, *(np.array(column, np.int64) for column in (parents, families, levels))
+    return votes, *(np.array(column, np.int64) for column in (parents, curves, levels))
 
 
 @over_forms
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 1 << 30))
 def test_a_hazard_is_what_was_seen_drawn_towards_the_family(form: ModuleType, seed: int) -> None:
-    votes, parents, families, levels = a_tree(random.Random(seed))
+    votes, parents, curves, levels = a_tree(random.Random(seed))
+    families = list(range(3))
     whole = votes[3:] + 0
     of_families = votes[:3].copy()
     for number in range(3, len(votes)):
+        families.append(families[parents[number]])
         of_families[families[number]] += whole[number - 3]
     of_families[0] += of_families[1] + of_families[2]
-    hazard = form.hazard_of(votes, parents, families, levels)
+    hazard = form.hazard_of(votes, parents, curves, levels)
     prior = [0.3 / 64 / (1 - 0.3 / 64 * b) for b in range(BUCKETS)]
     used, exposed = of_families[:, 0], np.maximum(of_families[:, 1], of_families[:, 0])
     expected = np.minimum((used + 10 * np.array(prior)) / (exposed + 10), 0.999)
     assert np.allclose(hazard[:3], expected, rtol=1e-9)
     assert (hazard >= 0).all() and (hazard <= 0.999).all()
-    nothing = form.hazard_of(np.zeros_like(votes), parents, families, levels)
+    nothing = form.hazard_of(np.zeros_like(votes), parents, curves, levels)
     assert np.allclose(nothing, np.minimum(prior, 0.999), rtol=1e-6)  # as the family, which is the prior
+
+
+@over_forms
+@pytest.mark.parametrize("is_near", [False, True])
+def test_a_class_comes_back_when_those_do_whose_curve_it_borrows(form: ModuleType, is_near: bool) -> None:
+    """Class 3 comes back in bucket 9, its family in bucket 40; of class 4, which is in 3, nothing is known."""
+    votes = np.zeros((5, 3, BUCKETS))
+    for number, bucket, count in ((2, 40, 10_000), (3, 9, 1_000)):
+        votes[number, 0, bucket] = count
+        votes[number, 1, : bucket + 1] = votes[number, 2] = count
+    tree = ([0, 0, 0, 2, 3], [0, 1, 2, 2, 3 if is_near else 2], [0, 0, 0, 1, 2])
+    hazard = form.hazard_of(votes, *(np.array(column, np.int64) for column in tree))
+    assert (hazard[4, 9] > 0.5) == is_near
+    assert hazard[4, 40] > 0.5  # what lives as long comes back with the family
 
 
 @built
@@ -121,7 +137,7 @@ def test_both_forms_find_the_same_hazards_to_the_last_bit(seed: int) -> None:
 @built
 def test_what_is_no_tree_of_classes_is_refused_and_let_go() -> None:
     good = a_tree(random.Random(3))
-    votes, parents, families, levels = good
+    votes, parents, curves, levels = good
     for at, wrong in (
         (0, votes[:2]),
         (0, votes[:, :2].copy()),
@@ -129,7 +145,8 @@ def test_what_is_no_tree_of_classes_is_refused_and_let_go() -> None:
         (1, parents[:-1]),
         (1, parents + len(parents)),
         (1, parents - 1),
-        (2, families + 1),
+        (2, np.arange(len(curves))),
+        (2, curves - 1),
         (3, levels + 1),
         (3, levels.astype(np.int32)),
         (3, None),
