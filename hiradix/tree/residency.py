@@ -149,8 +149,7 @@ class Residencies:
     orders[component][tier]: what is evictable, in the order in which it leaves.
     num_resident[component][tier]: pages in the tree.
     places[component][tier]: of each page id whether it is in the tree.
-    waste[component][tier]: see `Granularity`. pins: counts of locks and holds. watch: hears what enters and
-    leaves the tiers; None: nobody does.
+    pins: counts of locks and holds. watch: hears what enters and leaves the tiers; None: nobody does.
     """
 
     def __init__(
@@ -170,16 +169,16 @@ class Residencies:
     def reset(self) -> None:
         """Forget everything."""
         self.orders[:] = [[self._order_of(c, tier) for tier in TIERS] for c in range(len(self.components))]
-        self.waste = [[self._waste_of(order) for order in orders] for orders in self.orders]
         self.num_resident = [[0] * len(Tier) for _ in self.components]
         for tiers in self.places:
             for places in tiers:
                 places.clear()
         self.host_moves_once = bool(getattr(self.orders[BACKBONE][HOST], "path_moves_once", False))
 
-    def _waste_of(self, order: EvictionOrder) -> int:
+    def waste_of(self, component: int, tier: Tier) -> int:
+        """How many times what is wanted a victim may hold and leave whole: see `Granularity`."""
         waste = self.granularity.waste
-        return int(getattr(order, "waste", WASTE)) if waste is None else waste
+        return int(getattr(self.orders[component][tier], "waste", WASTE)) if waste is None else waste
 
     def _order_of(self, component: int, tier: Tier) -> EvictionOrder:
         context = OrderContext(self.components[component], tier, self.page_size, component == BACKBONE)

@@ -446,7 +446,7 @@ class RadixTree:
         """
         residencies, out, missing = self._residencies, Dropped(self._residencies.places), index(num_pages)
         order, per_page = residencies.orders[component][tier], self.components[component].per_page
-        waste = residencies.waste[component][tier]
+        waste = residencies.waste_of(component, tier)
         gone: Node | None = None
         while missing > 0 and (victim := order.coldest()) is not None:
             node = _node_of(victim)
@@ -475,7 +475,7 @@ class RadixTree:
         if nodes and self.components[component].per_page:
             missing = wanted - sum(node.num_pages for node in nodes[:-1])
             nodes[-1] = self._cut_victim(
-                nodes[-1], component, missing, self._residencies.waste[component][tier]
+                nodes[-1], component, missing, self._residencies.waste_of(component, tier)
             )
         return nodes
 
