@@ -2,7 +2,7 @@
 
     fcfs     first come, first served
     lpm      longest prefix match: whoever has the least seconds to its first token, a prefill under way first
-    cached   sessions enter while their footprints fit; the least price among them, nobody past its deadline
+    cached   sessions enter while their footprints fit; the least price among them but for who would be late
 
 Numbers in, decisions out: no thread, no clock of its own, and equal calls give equal decisions, so that ranks
 that are told the same decide alike. A request's *price* is the predicted seconds until its first token if it

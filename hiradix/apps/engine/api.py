@@ -192,7 +192,8 @@ class EngineConfig:
         Type.TEXT,
         "fcfs",
         "Order of service: first come, first served; lpm, the least time to the first token first, without a "
-        "bound; cached, sessions enter while the cache holds them, the least time first and nobody late.",
+        "bound; cached, sessions enter while the cache holds them, the least time first but for who would be "
+        "late.",
         choices=tuple(admission_policies()),
     )
     swa_full_tokens_ratio: float | None = setting(
