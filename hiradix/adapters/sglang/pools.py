@@ -25,8 +25,6 @@ _ARRAYS = {
     "kv_buffer": "latent",
     "k_scale_buffer": "k_scale",
     "v_scale_buffer": "v_scale",
-    "native_k_scale_buffer": "native_k_scale",
-    "native_v_scale_buffer": "native_v_scale",
     "kv_scale_buffer": "latent_scale",
     "index_k_with_scale_buffer": "index_k",
 }
@@ -36,6 +34,11 @@ _HELD_BY = {"index_key_cache": "index_k_with_scale_buffer"}  # an object of the 
 _INNER = ("full_kv_pool.", "swa_kv_pool.", "mamba_pool.", "full_to_swa_index_mapping")
 # Pools whose layers have unlike arrays: of which pools they consist.
 _PARTS = ("main_pool", "dense_pool", "index_kv_pool", "index_k_pool")
+_LAID_OUT = (
+    "full_kv_pool",
+    "swa_kv_pool",
+    *_PARTS,
+)  # pools inside others, each in an order of bytes of its own
 
 _RECORDS = "its pools are one buffer of records, which the copies would need as planes of their own"
 _MOVES = (
@@ -246,9 +249,11 @@ def _require_parts(kvcache: Any) -> None:
 
 
 def layout_of(kvcache: Any) -> str:
-    """How the pool orders a page's bytes, where it is not slot after slot; "" where it is."""
+    """How the pool, or which one inside it, orders a page's bytes otherwise than slot after slot; "": none."""
     layout = getattr(kvcache, "kv_cache_layout", "nhd")
-    return "" if layout == "nhd" else f":{layout}"
+    inside = {name: layout_of(getattr(kvcache, name, None)) for name in _LAID_OUT if hasattr(kvcache, name)}
+    own = "" if layout == "nhd" else f":{layout}"
+    return own + "".join(f":{name}{given}" for name, given in inside.items() if given)
 
 
 def window_pools(kvcache: Any) -> HybridPools:
@@ -310,24 +315,31 @@ def state_pool(states: Any) -> DevicePool:
     temporal = _dense(states, "temporal", cache.temporal) if cache.temporal.numel() else None
     num_layers = len(states.mamba_layer_ids)
     buffers = [*tails, *([temporal] if temporal is not None else [])]
-    if len(tails) == 1 and len(cache.conv[0].shape) == 4:
-        shape: Any = _state_shape(num_layers, cache.conv[0], cache.temporal)
+    _require_known(states, dict(_tensors(states)), [row for rows in buffers for row in rows])
+    if len(tails) == 1 and tails[0][0].dim() == 3:
+        shape: Any = _state_shape(num_layers, tails[0][0], None if temporal is None else temporal[0])
         names = [spec.name for spec in shape.arrays]
     else:
         names = [*(f"conv{number}" for number in range(len(tails))), "ssm"][: len(buffers)]
-        specs = [_spec(name, rows[0], True) for name, rows in zip(names, buffers, strict=True)]
+        specs = [_state_spec(name, rows[0]) for name, rows in zip(names, buffers, strict=True)]
         shape = EngineShape(num_layers, tuple(specs), 1)
     return DevicePool.wrap_arrays(shape, dict(zip(names, buffers, strict=True)), 1)
 
 
-def _state_shape(num_layers: int, tail: torch.Tensor, temporal: torch.Tensor) -> StateShape:
-    """Of one convolution [L, slots, dim, width] and a state [L, slots, ...], which may be empty."""
-    dim, width = tail.shape[2:]
-    if not temporal.numel():
+def _state_shape(num_layers: int, tail: torch.Tensor, temporal: torch.Tensor | None) -> StateShape:
+    """Of a layer's tails [slots, dim, width] and states [slots, ...], if any, with axes as they lie in memory:
+    what another machine keeps in another order has another name."""
+    dim, width = tail.shape[1:]
+    if temporal is None:
         return StateShape(num_layers, dim, width, conv_dtype=tail.dtype)
-    heads, head_dim = (*temporal.shape[2:4], 1)[:2]
-    rest = temporal[0, 0].numel() // (heads * head_dim)
+    heads, head_dim = (*temporal.shape[1:3], 1)[:2]
+    rest = temporal[0].numel() // (heads * head_dim)
     return StateShape(num_layers, dim, width, heads, head_dim, rest, tail.dtype, temporal.dtype)
+
+
+def _state_spec(name: str, rows: torch.Tensor) -> ArraySpec:
+    """Of a layer's [slots, ...], with axes as they lie in memory."""
+    return ArraySpec(name, int(rows.shape[1]), rows[0, 0].numel(), rows.dtype, per_page=True)
 
 
 def _dense(states: Any, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
