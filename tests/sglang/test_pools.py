@@ -316,6 +316,14 @@ def test_what_is_not_known_of_a_pool_refuses_it_by_name(change: Callable[[Any], 
         device_pool(pool, 8)
 
 
+def test_layers_with_unlike_arrays_inside_another_pool_are_refused_by_its_name() -> None:
+    pool = windows()
+    pool.full_kv_pool, pool.page_size = dsa([False, True, False]), 64
+    pool.layers_mapping = {layer: (layer, False) for layer in range(LAYERS)} | {LAYERS: (0, True)}
+    with pytest.raises(ConfigError, match="pool SWAKVPool is not supported.*3 layers in its full_kv_pool"):
+        window_pools(pool)
+
+
 def test_nvfp4_is_refused_as_its_codes_go_with_scales_that_are_no_pages() -> None:
     pool = mha(dtype=torch.float4_e2m1fn_x2, quant_method=NVFP4KVCacheMethod(LAYERS, "cpu", 8))
     with pytest.raises(ConfigError, match="its quant_method.k_scales_gpu is none of the arrays"):

@@ -272,27 +272,35 @@ def window_pools(kvcache: Any) -> HybridPools:
     for layer, (own, is_window) in kvcache.layers_mapping.items():
         layers[is_window][own] = layer
     full, window = ([of[own] for own in sorted(of)] for of in layers)
-    pools = device_pool(kvcache.full_kv_pool, size), device_pool(kvcache.swa_kv_pool, size)
-    return HybridPools(*pools, full, window)
+    return HybridPools(
+        _of_layers(kvcache, "full_kv_pool", size, full),
+        _of_layers(kvcache, "swa_kv_pool", size, window),
+        full,
+        window,
+    )
 
 
 def state_pools(kvcache: Any, requests: Any, page_size: int) -> HybridPools:
     """SGLang's pool of full attention and the request pool's recurrent states as two of ours."""
     refuse_class(kvcache)
-    full, layers = (
-        getattr(kvcache, "full_kv_pool", None),
-        getattr(kvcache, "full_attention_layer_id_mapping", None),
-    )
+    layers = getattr(kvcache, "full_attention_layer_id_mapping", None)
     states = getattr(requests, "mamba_pool", None)
-    if full is None or layers is None or states is None:
+    if not hasattr(kvcache, "full_kv_pool") or layers is None or states is None:
         raise _refused(kvcache, f"with {type(requests).__name__} it is no pool of attention beside states")
     _require_known(kvcache, {name: t for name, t in _tensors(kvcache) if not name.startswith(_INNER)})
-    return HybridPools(
-        device_pool(full, page_size),
-        state_pool(states),
-        sorted(layers, key=layers.__getitem__),
-        states.mamba_layer_ids,
-    )
+    full = sorted(layers, key=layers.__getitem__)
+    attention = _of_layers(kvcache, "full_kv_pool", page_size, full)
+    return HybridPools(attention, state_pool(states), full, states.mamba_layer_ids)
+
+
+def _of_layers(kvcache: Any, name: str, page_size: int, layers: Sequence[int]) -> DevicePool:
+    """A pool inside another, with an array for each of these layers of the model: each is loaded by itself."""
+    pool = device_pool(getattr(kvcache, name), page_size)
+    if pool.shape.num_layers != len(layers):
+        raise _refused(
+            kvcache, f"of the {len(layers)} layers in its {name} some lack arrays that others have"
+        )
+    return pool
 
 
 def state_pool(states: Any) -> DevicePool:
