@@ -281,6 +281,15 @@ def test_layers_with_unlike_arrays_are_there_when_all_of_a_load_is() -> None:
     assert pool.get_key_buffer(2).shape == (48, 2, 16)
 
 
+def test_which_layer_an_array_is_of_is_in_the_name() -> None:
+    """Two settings of which layers have keys of their own make arrays of the same sizes."""
+    second, third = (
+        device_pool(dsa(skip), 64).shape for skip in ([False, True, False], [False, False, True])
+    )
+    assert second.arrays == third.arrays and second.numbers() != third.numbers()
+    assert device_pool(sparse(), 8).shape.of_layers == (0, 1, 2, 0, 1, 2, 1, 1, 2)
+
+
 class Unseen(pools.MHATokenToKVPool):  # type: ignore[misc]
     """A class of pools that no release has."""
 

@@ -9,6 +9,7 @@ refused, by its class and the tensor's name. So is one whose class is known to a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -34,6 +35,7 @@ _HELD_BY = {"index_key_cache": "index_k_with_scale_buffer"}  # an object of the 
 _INNER = ("full_kv_pool.", "swa_kv_pool.", "mamba_pool.", "full_to_swa_index_mapping")
 # Pools whose layers have unlike arrays: of which pools they consist.
 _PARTS = ("main_pool", "dense_pool", "index_kv_pool", "index_k_pool")
+_LAYERS_OF = {"index_kv_pool": "index_kv_layer_id_mapping", "index_k_pool": "index_k_layer_id_mapping"}
 _LAID_OUT = (
     "full_kv_pool",
     "swa_kv_pool",
@@ -94,9 +96,10 @@ def _refused(pool: Any, reason: str) -> ConfigError:
 def device_pool(kvcache: Any, page_size: int) -> DevicePool:
     """SGLang's pool as ours, over the same memory. Raises ConfigError for what cannot be described."""
     refuse_class(kvcache)
-    if parts := [getattr(kvcache, name) for name in _PARTS if getattr(kvcache, name, None) is not None]:
+    if parts := [name for name in _PARTS if getattr(kvcache, name, None) is not None]:
         _require_parts(kvcache)
-        return _unlike(kvcache, [array for part in parts for array in _layers(part, page_size)], page_size)
+        layers = [layer for name in parts for layer in _layers_of_part(kvcache, name, page_size)]
+        return _unlike(layers, page_size)
     buffers = arrays_of(kvcache)
     names = set(buffers)
     if names == {"k", "v"} and hasattr(kvcache, "head_num"):
@@ -110,7 +113,7 @@ def device_pool(kvcache: Any, page_size: int) -> DevicePool:
     if names == {"latent"} and hasattr(kvcache, "kv_lora_rank"):
         return DevicePool.wrap_latent(buffers["latent"], page_size, kvcache.kv_lora_rank)
     if not all(len(buffer) for layers in buffers.values() for buffer in layers):  # some layers lack some
-        return _unlike(kvcache, _layers(kvcache, page_size), page_size)
+        return _unlike(_layers(kvcache, page_size), page_size)
     cut = {name: [_cut(kvcache, name, b, page_size) for b in layers] for name, layers in buffers.items()}
     specs = tuple(
         _spec(name, layers[0], _is_paged(kvcache, name, layers[0], page_size)) for name, layers in cut.items()
@@ -219,25 +222,48 @@ def _spec(name: str, buffer: torch.Tensor, is_paged: bool) -> ArraySpec:
     return ArraySpec(name, int(heads), int(width), buffer.dtype, per_page=is_paged)
 
 
-def _layers(kvcache: Any, page_size: int) -> list[tuple[str, torch.Tensor, bool]]:
-    """Each layer's buffers of each array: (array, whole pages of it, whether a row is a page's)."""
+@dataclass(frozen=True)
+class _Layer:
+    """One layer's buffer of one array: whole pages of it. is_paged: a row is a page's. number: the model's."""
+
+    array: str
+    buffer: torch.Tensor
+    is_paged: bool
+    number: int
+
+
+def _layers(kvcache: Any, page_size: int) -> list[_Layer]:
+    """Each layer's buffers of each array that it has."""
     refuse_class(kvcache)
     return [
-        (name, _cut(kvcache, name, buffer, page_size), _is_paged(kvcache, name, buffer, page_size))
+        _Layer(
+            name,
+            _cut(kvcache, name, buffer, page_size),
+            _is_paged(kvcache, name, buffer, page_size),
+            number,
+        )
         for name, layers in arrays_of(kvcache).items()
-        for buffer in layers
+        for number, buffer in enumerate(layers)
         if len(buffer)
     ]
 
 
-def _unlike(kvcache: Any, layers: Sequence[tuple[str, torch.Tensor, bool]], page_size: int) -> DevicePool:
+def _layers_of_part(kvcache: Any, part: str, page_size: int) -> list[_Layer]:
+    """Those of a pool inside another, which may be of some of the model's layers."""
+    own = {at: number for number, at in getattr(kvcache, _LAYERS_OF.get(part, ""), {}).items()}
+    found = _layers(getattr(kvcache, part), page_size)
+    return [replace(layer, number=own.get(layer.number, layer.number)) for layer in found]
+
+
+def _unlike(layers: Sequence[_Layer], page_size: int) -> DevicePool:
     """A pool whose layers have unlike arrays: one layer, with an array for each of theirs. A layer of
     theirs is there when all of a load is."""
     specs, buffers = [], {}
-    for number, (name, buffer, is_paged) in enumerate(layers):
-        specs.append(_spec(f"{name}.{number}", buffer, is_paged))
-        buffers[specs[-1].name] = [buffer]
-    return DevicePool.wrap_arrays(EngineShape(1, tuple(specs), page_size), buffers, page_size)
+    for at, layer in enumerate(layers):
+        specs.append(_spec(f"{layer.array}.{at}", layer.buffer, layer.is_paged))
+        buffers[specs[-1].name] = [layer.buffer]
+    shape = EngineShape(1, tuple(specs), page_size, tuple(layer.number for layer in layers))
+    return DevicePool.wrap_arrays(shape, buffers, page_size)
 
 
 def _require_parts(kvcache: Any) -> None:
