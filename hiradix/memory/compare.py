@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hiradix.memory.foreign import EngineShape
 from hiradix.memory.layout import Extent, layers_view, make_layout
 from hiradix.memory.shape import CacheShape
 
@@ -91,7 +92,7 @@ class PageComparer:
     ) -> None:
         self._layout = make_layout(layout, shape, 1, page_size)
         self._extents = [Extent.of(spec, shape, 1, page_size) for spec in shape.arrays]
-        self._layers = tuple(range(shape.num_layers) if layers is None else layers)
+        self._layers = _of_model(shape, range(shape.num_layers) if layers is None else layers)
         # A state that is kept in 32 bits has been computed from what is rounded as its neighbour is.
         self._dtype = max((spec.dtype for spec in shape.arrays), key=lambda dtype: tolerance(dtype, 0))
 
@@ -106,15 +107,18 @@ class PageComparer:
         for plane, extent in zip(self._layout.planes, self._extents, strict=True):
             one, other = (_numbers(layers_view(buffer, plane, extent)) for buffer in buffers)
             arrays.append((plane.spec.name, _relative(one, other), _bias(one[0], other[0]), one.shape[1]))
-        found, before, known = [], 0.0, None
-        for at, layer in enumerate(self._layers):
+        found: list[Apart] = []
+        before, known = 0.0, None
+        for layer, rows in self._layers:
             most = tolerance(dtype, layer)
             if known is not None:  # no jump: what the layers before differ by, or rounding since them makes
                 most = min(most, max(MOST_JUMP * before, tolerance(dtype, layer - known)))
-            found += [Apart(name, layer, errors[at], most) for name, errors, _, _ in arrays]
-            before, known = max(before, *(errors[at] for _, errors, _, _ in arrays)), layer
-        if self._layers[0] == 0 and not is_rounded and dtype in FIRST_LAYER:
-            for name, _, bias, count in arrays:  # of few numbers rounding leans further
+            apart = [Apart(arrays[array][0], layer, arrays[array][1][row], most) for array, row in rows]
+            before, known = max(before, *(one.error for one in apart)), layer
+            found += apart
+        if self._layers[0][0] == 0 and not is_rounded and dtype in FIRST_LAYER:
+            for name, _, bias, count in (arrays[array] for array, _ in self._layers[0][1]):
+                # Of few numbers rounding leans further.
                 share = max(1 / BIAS_SHARE, 2 / math.sqrt(count))
                 found.append(Apart(f"scale of the {name}", 0, bias, FIRST_LAYER[dtype] * share))
         return found
@@ -127,6 +131,15 @@ class PageComparer:
             buffer[piece.offset : piece.offset + piece.num_bytes] = data[at : at + piece.num_bytes]
             at += piece.num_bytes
         return buffer
+
+
+def _of_model(shape: CacheShape, layers: Sequence[int]) -> list[tuple[int, list[tuple[int, int]]]]:
+    """The model's layers in order: the number of each, and the (array, row) of what a page has of it."""
+    arrays = range(len(shape.arrays))
+    of = shape.of_layers if isinstance(shape, EngineShape) else ()
+    if of:
+        return [(layer, [(array, 0) for array in arrays if of[array] == layer]) for layer in sorted(set(of))]
+    return [(layer, [(array, row) for array in arrays]) for row, layer in enumerate(layers)]
 
 
 def _numbers(values: torch.Tensor) -> torch.Tensor:

@@ -18,14 +18,20 @@ class EngineShape:
     """Pages of the arrays that an engine's pool has, where no attention's own shape says it.
 
     dtype: of the first array. page_size: of every pool of this shape. An engine whose layers have unlike
-    arrays is one layer with an array for each. Raises ConfigError without arrays.
+    arrays is one layer with an array for each, and of_layers says of which of the model's layers each is.
+    Raises ConfigError without arrays.
     """
 
     num_layers: int
     arrays: tuple[ArraySpec, ...]
     page_size: int
+    of_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.of_layers and (self.num_layers, len(self.of_layers)) != (1, len(self.arrays)):
+            raise ConfigError(
+                f"device pool: {len(self.of_layers)} layers for {len(self.arrays)} arrays of one"
+            )
         if self.num_layers < 1 or self.page_size < 1 or not self.arrays:
             raise ConfigError(
                 f"device pool: {self.num_layers} layers of {len(self.arrays)} arrays, pages of {self.page_size}"
@@ -38,7 +44,7 @@ class EngineShape:
     def numbers(self) -> tuple[int, ...]:
         words = "|".join(f"{spec.name}:{spec.dtype}" for spec in self.arrays)  # what the sizes do not tell
         sizes = [size for spec in self.arrays for size in (spec.num_heads, spec.head_dim, 1 + spec.per_page)]
-        return (self.num_layers, self.page_size, zlib.crc32(words.encode()), *sizes)
+        return (self.num_layers, self.page_size, zlib.crc32(words.encode()), *sizes, *self.of_layers)
 
 
 def foreign_arrays(

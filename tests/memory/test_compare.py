@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hiradix.memory import KVShape, StateShape
+from hiradix.memory import ArraySpec, EngineShape, KVShape, StateShape
 from hiradix.memory.compare import FIRST_LAYER, PageComparer, tolerance
 from hiradix.memory.layout import LAYOUTS
 
@@ -84,6 +84,22 @@ def test_layers_behind_others_may_differ_by_what_those_make() -> None:
     near, plain = PageComparer(SHAPE, "page_first_direct", SIZE), numbers()
     other = page(plain + numbers(1) * 0.03)
     assert far(other, page(plain)).is_same and not near(other, page(plain)).is_same
+
+
+def test_arrays_of_unlike_layers_are_compared_as_those_of_their_layers() -> None:
+    """As the same numbers in layers of one pool: rounding grows with the layer, and does not jump."""
+    specs = tuple(ArraySpec(f"{name}.{n}", 2, 16, torch.bfloat16) for name in "kv" for n in range(LAYERS))
+    shape = EngineShape(1, specs, SIZE, (*range(LAYERS), *range(LAYERS)))
+    unlike, alike = PageComparer(shape, "page_first", SIZE), PageComparer(SHAPE, "page_first_direct", SIZE)
+    plain, noise = numbers(), numbers(1)
+    for array in range(2):
+        for layer in range(LAYERS):
+            noise[array, layer] *= 0.7 * tolerance(torch.bfloat16, layer)
+    last, scaled = plain.clone(), plain * 1.005
+    last[:, 3] += noise[:, 3]
+    for other, is_same in ((plain + noise, True), (last, False), (scaled, False)):
+        found = unlike(page(other, layout="page_blob"), page(plain, layout="page_blob"))
+        assert found.is_same == alike(page(other), page(plain)).is_same == is_same, found
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -16,12 +16,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sglang.srt.environ import envs
+from sglang.srt.layers.amx_utils import _init_amx_conv_state
+from sglang.srt.layers.quantization.fp4_kv_cache_quant_method import (
+    FP4MXBlock16KVCacheMethod,
+    NVFP4KVCacheMethod,
+)
 from sglang.srt.mem_cache import memory_pool as pools
 from sglang.srt.mem_cache.index_key_cache import IndexKeyCache
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from hiradix.adapters.sglang.cache_factory import gate_reads
-from hiradix.adapters.sglang.pools import REFUSED, device_pool, state_pool, window_pools
+from hiradix.adapters.sglang.pools import REFUSED, device_pool, layout_of, state_pool, window_pools
 from hiradix.errors import ConfigError
 from hiradix.memory import DevicePool, HostPool, make_transport
 from hiradix.prefix_cache.identity import ModelIdentity, stored_pages
@@ -112,6 +118,10 @@ SERVED: dict[str, Described] = {
     "MHATokenToKVPool with other value heads": Described(lambda: mha(v_head_dim=16), "k", "v"),
     "MHATokenToKVPoolFP4": Described(
         lambda: mha(pools.MHATokenToKVPoolFP4, dtype=torch.uint8), "k", "v", "k_scale", "v_scale"
+    ),
+    "MHATokenToKVPool of fp4": Described(
+        lambda: mha(dtype=torch.float4_e2m1fn_x2, quant_method=FP4MXBlock16KVCacheMethod()),
+        *("k", "v", "k_scale", "v_scale"),
     ),
     "MHATokenToKVPoolMXFP8": Described(
         lambda: mha(pools.MHATokenToKVPoolMXFP8, dtype=torch.float8_e4m3fn), "k", "v", "k_scale", "v_scale"
@@ -271,6 +281,15 @@ def test_layers_with_unlike_arrays_are_there_when_all_of_a_load_is() -> None:
     assert pool.get_key_buffer(2).shape == (48, 2, 16)
 
 
+def test_which_layer_an_array_is_of_is_in_the_name() -> None:
+    """Two settings of which layers have keys of their own make arrays of the same sizes."""
+    second, third = (
+        device_pool(dsa(skip), 64).shape for skip in ([False, True, False], [False, False, True])
+    )
+    assert second.arrays == third.arrays and second.numbers() != third.numbers()
+    assert device_pool(sparse(), 8).shape.of_layers == (0, 1, 2, 0, 1, 2, 1, 1, 2)
+
+
 class Unseen(pools.MHATokenToKVPool):  # type: ignore[misc]
     """A class of pools that no release has."""
 
@@ -306,6 +325,20 @@ def test_what_is_not_known_of_a_pool_refuses_it_by_name(change: Callable[[Any], 
         device_pool(pool, 8)
 
 
+def test_layers_with_unlike_arrays_inside_another_pool_are_refused_by_its_name() -> None:
+    pool = windows()
+    pool.full_kv_pool, pool.page_size = dsa([False, True, False]), 64
+    pool.layers_mapping = {layer: (layer, False) for layer in range(LAYERS)} | {LAYERS: (0, True)}
+    with pytest.raises(ConfigError, match="pool SWAKVPool is not supported.*3 layers in its full_kv_pool"):
+        window_pools(pool)
+
+
+def test_nvfp4_is_refused_as_its_codes_go_with_scales_that_are_no_pages() -> None:
+    pool = mha(dtype=torch.float4_e2m1fn_x2, quant_method=NVFP4KVCacheMethod(LAYERS, "cpu", 8))
+    with pytest.raises(ConfigError, match="its quant_method.k_scales_gpu is none of the arrays"):
+        device_pool(pool, 8)
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -319,3 +352,33 @@ def test_states_with_more_than_a_record_has_are_refused(change: Callable[[Any], 
     change(pool)
     with pytest.raises(ConfigError, match=told):
         state_pool(pool)
+
+
+def test_tensors_of_a_class_of_states_that_nobody_has_seen_are_not_left_out() -> None:
+    pool = states()
+    pool.scales = torch.ones(PAGES + 1)
+    with pytest.raises(ConfigError, match="its scales is none of the arrays"):
+        state_pool(pool)
+
+
+@pytest.mark.parametrize("make", [mha, windows, linear, sparse])
+def test_pages_in_another_order_of_bytes_have_another_name(make: Callable[[], Any]) -> None:
+    """Whatever pool they are inside of: their sizes are the same."""
+    assert layout_of(make()) == ""
+    with envs.SGLANG_USE_HND_KVCACHE.override(True):
+        assert layout_of(make()).endswith(":hnd")
+
+
+def test_which_pool_inside_another_is_in_another_order_is_told() -> None:
+    full, window = windows(), windows()
+    full.full_kv_pool.kv_cache_layout = window.swa_kv_pool.kv_cache_layout = "hnd"
+    assert len({layout_of(full), layout_of(window), layout_of(windows())}) == 3
+
+
+@pytest.mark.parametrize("conv", [((12, 3),), ((4, 3), (8, 3))])
+def test_tails_that_lie_otherwise_in_memory_have_another_name(conv: tuple[tuple[int, ...], ...]) -> None:
+    """SGLang's kernels for AMX keep them the other way round, under the same shape."""
+    usual, other = states(conv), states(conv)
+    _init_amx_conv_state(other.mamba_cache.conv)
+    assert [tail.shape for tail in usual.mamba_cache.conv] == [tail.shape for tail in other.mamba_cache.conv]
+    assert state_pool(usual).shape.numbers() != state_pool(other).shape.numbers()

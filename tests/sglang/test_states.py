@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import sglang.srt.runtime_context
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams
 
 from hiradix.adapters.sglang.pools import state_pools
 from hiradix.adapters.sglang.states import RequestStates, require_known_states
@@ -78,6 +78,26 @@ def test_states_come_back_from_the_host_and_from_storage(rig: StateRig) -> None:
     rig.compute(req)
     assert rig.restored[-1] == digest(PROMPT)
     rig.finish(req)
+
+
+def test_slots_set_aside_for_the_queue_serve_its_loads(rig: StateRig) -> None:
+    """SGLang takes one for each request that waits before it looks at the first; with few free that is all."""
+    known = [[first, *PROMPT] for first in (3, 4, 5)]
+    for prompt in known:
+        rig.run(prompt, chunks=(8 * PAGE,))
+    rig.settle()
+    rig.evict_all()
+    slots = rig.rows.mamba_allocator
+    slots.alloc_group_begin(slots.available_size())
+    for prompt in known:
+        req = rig.request([*prompt[:-1], 9, 9, 9])
+        found = rig.match(req)
+        params = InitLoadBackParams(found.best_match_node, found.host_hit_length, None, req)
+        assert rig.cache.init_load_back(params)[0] == found.host_hit_length == 8 * PAGE
+    slots.alloc_group_end()
+    rig.cache.ready_to_load_host_cache()
+    rig.settle()
+    assert rig.cache.mamba_evictable_size() == 3
 
 
 def test_two_at_once_have_states_of_their_own(rig: StateRig) -> None:

@@ -9,6 +9,7 @@ refused, by its class and the tensor's name. So is one whose class is known to a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -25,8 +26,6 @@ _ARRAYS = {
     "kv_buffer": "latent",
     "k_scale_buffer": "k_scale",
     "v_scale_buffer": "v_scale",
-    "native_k_scale_buffer": "native_k_scale",
-    "native_v_scale_buffer": "native_v_scale",
     "kv_scale_buffer": "latent_scale",
     "index_k_with_scale_buffer": "index_k",
 }
@@ -36,6 +35,12 @@ _HELD_BY = {"index_key_cache": "index_k_with_scale_buffer"}  # an object of the 
 _INNER = ("full_kv_pool.", "swa_kv_pool.", "mamba_pool.", "full_to_swa_index_mapping")
 # Pools whose layers have unlike arrays: of which pools they consist.
 _PARTS = ("main_pool", "dense_pool", "index_kv_pool", "index_k_pool")
+_LAYERS_OF = {"index_kv_pool": "index_kv_layer_id_mapping", "index_k_pool": "index_k_layer_id_mapping"}
+_LAID_OUT = (
+    "full_kv_pool",
+    "swa_kv_pool",
+    *_PARTS,
+)  # pools inside others, each in an order of bytes of its own
 
 _RECORDS = "its pools are one buffer of records, which the copies would need as planes of their own"
 _MOVES = (
@@ -91,9 +96,10 @@ def _refused(pool: Any, reason: str) -> ConfigError:
 def device_pool(kvcache: Any, page_size: int) -> DevicePool:
     """SGLang's pool as ours, over the same memory. Raises ConfigError for what cannot be described."""
     refuse_class(kvcache)
-    if parts := [getattr(kvcache, name) for name in _PARTS if getattr(kvcache, name, None) is not None]:
+    if parts := [name for name in _PARTS if getattr(kvcache, name, None) is not None]:
         _require_parts(kvcache)
-        return _unlike(kvcache, [array for part in parts for array in _layers(part, page_size)], page_size)
+        layers = [layer for name in parts for layer in _layers_of_part(kvcache, name, page_size)]
+        return _unlike(layers, page_size)
     buffers = arrays_of(kvcache)
     names = set(buffers)
     if names == {"k", "v"} and hasattr(kvcache, "head_num"):
@@ -107,7 +113,7 @@ def device_pool(kvcache: Any, page_size: int) -> DevicePool:
     if names == {"latent"} and hasattr(kvcache, "kv_lora_rank"):
         return DevicePool.wrap_latent(buffers["latent"], page_size, kvcache.kv_lora_rank)
     if not all(len(buffer) for layers in buffers.values() for buffer in layers):  # some layers lack some
-        return _unlike(kvcache, _layers(kvcache, page_size), page_size)
+        return _unlike(_layers(kvcache, page_size), page_size)
     cut = {name: [_cut(kvcache, name, b, page_size) for b in layers] for name, layers in buffers.items()}
     specs = tuple(
         _spec(name, layers[0], _is_paged(kvcache, name, layers[0], page_size)) for name, layers in cut.items()
@@ -216,25 +222,48 @@ def _spec(name: str, buffer: torch.Tensor, is_paged: bool) -> ArraySpec:
     return ArraySpec(name, int(heads), int(width), buffer.dtype, per_page=is_paged)
 
 
-def _layers(kvcache: Any, page_size: int) -> list[tuple[str, torch.Tensor, bool]]:
-    """Each layer's buffers of each array: (array, whole pages of it, whether a row is a page's)."""
+@dataclass(frozen=True)
+class _Layer:
+    """One layer's buffer of one array: whole pages of it. is_paged: a row is a page's. number: the model's."""
+
+    array: str
+    buffer: torch.Tensor
+    is_paged: bool
+    number: int
+
+
+def _layers(kvcache: Any, page_size: int) -> list[_Layer]:
+    """Each layer's buffers of each array that it has."""
     refuse_class(kvcache)
     return [
-        (name, _cut(kvcache, name, buffer, page_size), _is_paged(kvcache, name, buffer, page_size))
+        _Layer(
+            name,
+            _cut(kvcache, name, buffer, page_size),
+            _is_paged(kvcache, name, buffer, page_size),
+            number,
+        )
         for name, layers in arrays_of(kvcache).items()
-        for buffer in layers
+        for number, buffer in enumerate(layers)
         if len(buffer)
     ]
 
 
-def _unlike(kvcache: Any, layers: Sequence[tuple[str, torch.Tensor, bool]], page_size: int) -> DevicePool:
+def _layers_of_part(kvcache: Any, part: str, page_size: int) -> list[_Layer]:
+    """Those of a pool inside another, which may be of some of the model's layers."""
+    own = {at: number for number, at in getattr(kvcache, _LAYERS_OF.get(part, ""), {}).items()}
+    found = _layers(getattr(kvcache, part), page_size)
+    return [replace(layer, number=own.get(layer.number, layer.number)) for layer in found]
+
+
+def _unlike(layers: Sequence[_Layer], page_size: int) -> DevicePool:
     """A pool whose layers have unlike arrays: one layer, with an array for each of theirs. A layer of
     theirs is there when all of a load is."""
     specs, buffers = [], {}
-    for number, (name, buffer, is_paged) in enumerate(layers):
-        specs.append(_spec(f"{name}.{number}", buffer, is_paged))
-        buffers[specs[-1].name] = [buffer]
-    return DevicePool.wrap_arrays(EngineShape(1, tuple(specs), page_size), buffers, page_size)
+    for at, layer in enumerate(layers):
+        specs.append(_spec(f"{layer.array}.{at}", layer.buffer, layer.is_paged))
+        buffers[specs[-1].name] = [layer.buffer]
+    shape = EngineShape(1, tuple(specs), page_size, tuple(layer.number for layer in layers))
+    return DevicePool.wrap_arrays(shape, buffers, page_size)
 
 
 def _require_parts(kvcache: Any) -> None:
@@ -246,9 +275,11 @@ def _require_parts(kvcache: Any) -> None:
 
 
 def layout_of(kvcache: Any) -> str:
-    """How the pool orders a page's bytes, where it is not slot after slot; "" where it is."""
+    """How the pool, or which one inside it, orders a page's bytes otherwise than slot after slot; "": none."""
     layout = getattr(kvcache, "kv_cache_layout", "nhd")
-    return "" if layout == "nhd" else f":{layout}"
+    inside = {name: layout_of(getattr(kvcache, name, None)) for name in _LAID_OUT if hasattr(kvcache, name)}
+    own = "" if layout == "nhd" else f":{layout}"
+    return own + "".join(f":{name}{given}" for name, given in inside.items() if given)
 
 
 def window_pools(kvcache: Any) -> HybridPools:
@@ -267,27 +298,35 @@ def window_pools(kvcache: Any) -> HybridPools:
     for layer, (own, is_window) in kvcache.layers_mapping.items():
         layers[is_window][own] = layer
     full, window = ([of[own] for own in sorted(of)] for of in layers)
-    pools = device_pool(kvcache.full_kv_pool, size), device_pool(kvcache.swa_kv_pool, size)
-    return HybridPools(*pools, full, window)
+    return HybridPools(
+        _of_layers(kvcache, "full_kv_pool", size, full),
+        _of_layers(kvcache, "swa_kv_pool", size, window),
+        full,
+        window,
+    )
 
 
 def state_pools(kvcache: Any, requests: Any, page_size: int) -> HybridPools:
     """SGLang's pool of full attention and the request pool's recurrent states as two of ours."""
     refuse_class(kvcache)
-    full, layers = (
-        getattr(kvcache, "full_kv_pool", None),
-        getattr(kvcache, "full_attention_layer_id_mapping", None),
-    )
+    layers = getattr(kvcache, "full_attention_layer_id_mapping", None)
     states = getattr(requests, "mamba_pool", None)
-    if full is None or layers is None or states is None:
+    if not hasattr(kvcache, "full_kv_pool") or layers is None or states is None:
         raise _refused(kvcache, f"with {type(requests).__name__} it is no pool of attention beside states")
     _require_known(kvcache, {name: t for name, t in _tensors(kvcache) if not name.startswith(_INNER)})
-    return HybridPools(
-        device_pool(full, page_size),
-        state_pool(states),
-        sorted(layers, key=layers.__getitem__),
-        states.mamba_layer_ids,
-    )
+    full = sorted(layers, key=layers.__getitem__)
+    attention = _of_layers(kvcache, "full_kv_pool", page_size, full)
+    return HybridPools(attention, state_pool(states), full, states.mamba_layer_ids)
+
+
+def _of_layers(kvcache: Any, name: str, page_size: int, layers: Sequence[int]) -> DevicePool:
+    """A pool inside another, with an array for each of these layers of the model: each is loaded by itself."""
+    pool = device_pool(getattr(kvcache, name), page_size)
+    if pool.shape.num_layers != len(layers):
+        raise _refused(
+            kvcache, f"of the {len(layers)} layers in its {name} some lack arrays that others have"
+        )
+    return pool
 
 
 def state_pool(states: Any) -> DevicePool:
@@ -310,24 +349,31 @@ def state_pool(states: Any) -> DevicePool:
     temporal = _dense(states, "temporal", cache.temporal) if cache.temporal.numel() else None
     num_layers = len(states.mamba_layer_ids)
     buffers = [*tails, *([temporal] if temporal is not None else [])]
-    if len(tails) == 1 and len(cache.conv[0].shape) == 4:
-        shape: Any = _state_shape(num_layers, cache.conv[0], cache.temporal)
+    _require_known(states, dict(_tensors(states)), [row for rows in buffers for row in rows])
+    if len(tails) == 1 and tails[0][0].dim() == 3:
+        shape: Any = _state_shape(num_layers, tails[0][0], None if temporal is None else temporal[0])
         names = [spec.name for spec in shape.arrays]
     else:
         names = [*(f"conv{number}" for number in range(len(tails))), "ssm"][: len(buffers)]
-        specs = [_spec(name, rows[0], True) for name, rows in zip(names, buffers, strict=True)]
+        specs = [_state_spec(name, rows[0]) for name, rows in zip(names, buffers, strict=True)]
         shape = EngineShape(num_layers, tuple(specs), 1)
     return DevicePool.wrap_arrays(shape, dict(zip(names, buffers, strict=True)), 1)
 
 
-def _state_shape(num_layers: int, tail: torch.Tensor, temporal: torch.Tensor) -> StateShape:
-    """Of one convolution [L, slots, dim, width] and a state [L, slots, ...], which may be empty."""
-    dim, width = tail.shape[2:]
-    if not temporal.numel():
+def _state_shape(num_layers: int, tail: torch.Tensor, temporal: torch.Tensor | None) -> StateShape:
+    """Of a layer's tails [slots, dim, width] and states [slots, ...], if any, with axes as they lie in memory:
+    what another machine keeps in another order has another name."""
+    dim, width = tail.shape[1:]
+    if temporal is None:
         return StateShape(num_layers, dim, width, conv_dtype=tail.dtype)
-    heads, head_dim = (*temporal.shape[2:4], 1)[:2]
-    rest = temporal[0, 0].numel() // (heads * head_dim)
+    heads, head_dim = (*temporal.shape[1:3], 1)[:2]
+    rest = temporal[0].numel() // (heads * head_dim)
     return StateShape(num_layers, dim, width, heads, head_dim, rest, tail.dtype, temporal.dtype)
+
+
+def _state_spec(name: str, rows: torch.Tensor) -> ArraySpec:
+    """Of a layer's [slots, ...], with axes as they lie in memory."""
+    return ArraySpec(name, int(rows.shape[1]), rows[0, 0].numel(), rows.dtype, per_page=True)
 
 
 def _dense(states: Any, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -10,12 +10,14 @@ first layer (`mamba_cow_src_index`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import length_hint
 from typing import Any
 
 import numpy as np
 import torch
 
 from hiradix.adapters.sglang.support import refusal
+from hiradix.cache.pages import NO_PAGES
 from hiradix.prefix_cache.slots import Pages, on_device
 
 RECORDS = "MambaSlotAllocator"  # exactly that class: one that inherits from it may name slots otherwise
@@ -23,7 +25,11 @@ _ROWS = "HybridReqToTokenPool"
 
 
 class StateRecords:
-    """SGLang's slots of state as our tree's device records. Slot 0 is where masked writes go."""
+    """SGLang's slots of state as our tree's device records. Slot 0 is where masked writes go.
+
+    While SGLang goes through its queue, it has a slot set aside for each request there, which its own tree
+    would take at a match. Ours takes none then, so they are free for loads; what is left goes back.
+    """
 
     def __init__(self, slots: Any):
         self._slots = slots
@@ -31,11 +37,14 @@ class StateRecords:
 
     @property
     def available(self) -> int:
-        return int(self._slots.available_size())
+        set_aside = getattr(self._slots, "_alloc_iter", None)
+        return int(self._slots.available_size()) + length_hint(() if set_aside is None else set_aside)
 
     def alloc(self, num_pages: int, /) -> Pages | None:
-        found = self._slots.alloc(num_pages)
-        return None if found is None else found.cpu().numpy().astype(np.int32)
+        if num_pages > self.available:
+            return None
+        found = [self._slots.alloc(1) for _ in range(num_pages)]  # one by one: from those set aside first
+        return np.concatenate([NO_PAGES, *(slot.cpu().numpy() for slot in found)]).astype(np.int32)
 
     def free(self, pages: Pages, /) -> None:
         if len(pages):
