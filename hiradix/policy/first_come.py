@@ -12,8 +12,8 @@ _FEW = 64
 
 @dataclass(slots=True)
 class _Shadow:
-    """A session there. cold_price_s, footprint: of its newest request. ticket: what its request waits by; another
-    that is in the queue is void. next_gap_s: it has asked again, so many seconds after its answer began; None: it
+    """A session there. cold_price_s, footprint: of its newest request. ticket: what its request waits by, any
+    other in the queue is void. next_gap_s: it has asked again, so many seconds after its answer began; None: it
     has not. cached_s: of its prompt, as long as it is cached. is_over: it asks no more."""
 
     cold_price_s: float = 0.0

@@ -128,8 +128,8 @@ def test_a_class_comes_back_when_those_do_whose_curve_it_borrows(form: ModuleTyp
 @pytest.mark.parametrize("is_near", [False, True])
 @pytest.mark.parametrize("exposed", [5900.0, 1e5, 1e12, 1e300])
 def test_what_never_comes_back_is_worth_little_and_not_no_number(exposed: float, is_near: bool) -> None:
-    """Found: one minus what survives was 0 where less than 1e-16 comes back, and all that borrowed its curve NaN;
-    who leaves was not found any more."""
+    """Found: one minus what survives was 0 where less than 1e-16 comes back, and all that borrowed its curve
+    was NaN; who leaves was not found any more."""
     votes = np.zeros((8, 3, BUCKETS))
     votes[7, 1:] = exposed
     parents = [0, 0, 0, 2, 3, 4, 5, 6]
