@@ -20,6 +20,7 @@ from itertools import accumulate
 
 from hiradix.errors import ConfigError, Misuse
 from hiradix.policy.first_come import FirstComeShadow
+from hiradix.policy.rooms import Inside, Rooms
 
 FIRST_COME_SHARE = 0.95  # of the longest wait that first come, first served would have: when a request is due
 ROUND_SHARE = 0.9  # of its tenant's round, if that is more: where not all sessions fit, it goes there
@@ -29,6 +30,7 @@ FORGET_S = 600.0  # idle for longer, a session is taken to have ended
 OVER_SHARE = 1.1  # times its share of recent service: a tenant that had more comes behind the others
 RECENT_S = 60.0  # of service: after so much, half of what a tenant was served no longer counts
 _NEVER_S = 1e9
+_FEW = 64
 _TICKS = 1 << 30  # of a second: whole numbers add up to the same in whatever order they come and go
 
 
@@ -193,6 +195,33 @@ class _Session:
         return _ticks(self.cold_price_s) * max(self.num_active, 1)
 
 
+class _Service:
+    """Seconds that tenants were served of late: after RECENT_S of anybody's, half of them no longer count."""
+
+    def __init__(self) -> None:
+        self._served: dict[str, tuple[float, float]] = {}  # seconds, and the total at that time
+        self._total_s = 0.0
+        self._most = _FEW  # tenants, before those that hardly had any are taken out
+
+    def __len__(self) -> int:
+        return len(self._served)
+
+    def add(self, tenant: str, served_s: float) -> None:
+        """O(1). What is no time, or less than none, is none."""
+        served_s = min(served_s, _NEVER_S) if served_s > 0 else 0.0
+        self._total_s += served_s
+        self._served[tenant] = (self.recent_s(tenant) + served_s, self._total_s)
+        if len(self._served) > self._most:
+            self._served = {name: had for name, had in self._served.items() if self.recent_s(name) > 0}
+            self._most = 2 * len(self._served) + _FEW
+
+    def recent_s(self, tenant: str) -> float:
+        """0 for what is less than a millisecond."""
+        served_s, total_s = self._served.get(tenant, (0.0, 0.0))
+        recent_s = served_s * 0.5 ** ((self._total_s - total_s) / RECENT_S)
+        return recent_s if recent_s > 1e-3 else 0.0
+
+
 @dataclass(slots=True)
 class _Tenant:
     """What is known of one that has sessions. waiting: its requests, in order of arrival; work_ticks: their cold
@@ -250,7 +279,8 @@ class CachedAdmission(AdmissionPolicy):
         self._num_inside = self._num_known = 0  # tokens: footprints of those inside, and of all
         self._tenants: dict[str, _Tenant] = {}
         self._at_work: dict[str, None] = {}  # tenants with a request that waits or runs
-        self._served_s: dict[str, float] = {}  # by tenant, of late
+        self._service = _Service()
+        self._rooms: Rooms | None = None  # as of the order that is being made
         self._left: dict[str, None] = {}
         self._num_running = 0
         self._now_s = 0.0  # when it was last asked
@@ -339,7 +369,7 @@ class CachedAdmission(AdmissionPolicy):
 
     def start(self, rid: str, now_s: float) -> None:
         request = self.waiting[rid]
-        for name in self._leavers(request, now_s, is_due=True) or ():
+        for name in self._leavers(request, now_s):
             self._go_out(name)
             self._left[name] = None
         session = self._sessions[request.session]
@@ -359,11 +389,8 @@ class CachedAdmission(AdmissionPolicy):
 
     def computed(self, rid: str, served_s: float) -> None:
         request = self._taken(rid)
-        tenant, session = request.tenant, request.session
-        kept = 0.5 ** (served_s / RECENT_S)
-        self._sessions[session].answering_s = self._now_s
-        self._served_s = {name: s * kept for name, s in self._served_s.items() if s * kept > 1e-3}
-        self._served_s[tenant] = self._served_s.get(tenant, 0.0) + served_s
+        self._sessions[request.session].answering_s = self._now_s
+        self._service.add(request.tenant, served_s)
 
     def _taken(self, rid: str) -> WaitingRequest:
         """It waits no longer."""
@@ -438,7 +465,7 @@ class CachedAdmission(AdmissionPolicy):
         return 0.0 if own is None else own.round_ticks / _TICKS
 
     def order(self, now_s: float, prices: Mapping[str, float]) -> list[str]:
-        self._now_s = now_s
+        self._now_s, self._rooms = now_s, None
         self._date(now_s, prices)
         behind, waiting = self._over_share(), [r for r in self.waiting.values() if r.rid in prices]
         chosen = self._chosen([r for r in waiting if r.tenant not in behind], [], now_s, prices)
@@ -461,7 +488,7 @@ class CachedAdmission(AdmissionPolicy):
             price_s = prices[request.rid]
             if least_s < 0 or spent_s + price_s > slack_s[request.rid]:
                 return self._with_due(chosen, due, best)
-            if self._is_in(request) or self._leavers(request, now_s) is not None:
+            if self._is_in(request) or self._may_enter(request, now_s):
                 chosen.append(request.rid)
                 spent_s += price_s
         return chosen
@@ -494,11 +521,23 @@ class CachedAdmission(AdmissionPolicy):
     def _is_in(self, request: WaitingRequest) -> bool:
         return request.has_started or self._sessions[request.session].is_in
 
-    def _leavers(self, request: WaitingRequest, now_s: float, is_due: bool = False) -> list[str] | None:
-        """Sessions that leave so that this one can enter, the last expected back first; None if it may not.
-        Where nothing runs it may, whatever fits. Those that leave are idle, or wait and are of a tenant with
-        more than its share, for one with less. Nobody of such a one leaves for one with more.
-        """
+    def _may_enter(self, request: WaitingRequest, now_s: float) -> bool:
+        """Whether enough leaves for it: idle sessions that are far, or that wait and are of a tenant with more
+        than its share, for one with less. Nobody of such a one leaves for one with more. Where nothing runs it
+        may, whatever fits."""
+        over = self._num_inside + request.footprint - self.capacity
+        if over <= 0 or not self._num_running:
+            return True
+        if self._rooms is None:
+            self._rooms = Rooms(self.capacity, (self._seen(s, now_s) for s in self._inside.values()))
+        return self._rooms.room_for(request.tenant, request.footprint, self._far_s(request)) >= over
+
+    def _seen(self, session: _Session, now_s: float) -> Inside:
+        away_s = None if session.idle_since_s is None else self._away_s(session, now_s)
+        return Inside(session.tenant, session.footprint, session.num_running > 0, away_s)
+
+    def _leavers(self, request: WaitingRequest, now_s: float) -> list[str]:
+        """Sessions that leave as this one enters, the last expected back first: idle, or as in `_may_enter`."""
         own = self._inside.get(request.session)
         over = self._num_inside - (0 if own is None else own.footprint) + request.footprint - self.capacity
         if over <= 0:
@@ -511,16 +550,14 @@ class CachedAdmission(AdmissionPolicy):
             for name, s in inside.items()
             if not s.num_running and (is_poor or s.tenant in rich)
         ]
-        far_s, leaving = self._far_s(request), list[str]()
-        for holds_little, minus_away_s, name in sorted(may):
-            yields = is_poor and not holds_little
-            is_idle = inside[name].idle_since_s is not None
-            if yields or (is_idle and (is_due or -minus_away_s >= far_s)):
+        leaving = list[str]()
+        for holds_little, _, name in sorted(may):
+            if (is_poor and not holds_little) or inside[name].idle_since_s is not None:
                 leaving.append(name)
                 over -= inside[name].footprint
                 if over <= 0:
-                    return leaving
-        return leaving if is_due or not self._num_running else None
+                    break
+        return leaving
 
     def _far_s(self, request: WaitingRequest) -> float:
         """Beside other tenants no share: what a tenant computes anew to let its own in and out delays them."""
@@ -540,7 +577,7 @@ class CachedAdmission(AdmissionPolicy):
         tenants = self._at_work
         if len(tenants) < 2:
             return set()
-        served_s = [self._served_s.get(tenant, 0.0) for tenant in tenants]
+        served_s = [self._service.recent_s(tenant) for tenant in tenants]
         most_s = OVER_SHARE * sum(served_s) / len(tenants)
         return {tenant for tenant, had_s in zip(tenants, served_s) if had_s > most_s}
 
