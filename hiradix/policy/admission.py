@@ -468,15 +468,17 @@ class CachedAdmission(AdmissionPolicy):
         self._now_s, self._rooms = now_s, None
         self._date(now_s, prices)
         behind, waiting = self._over_share(), [r for r in self.waiting.values() if r.rid in prices]
-        chosen = self._chosen([r for r in waiting if r.tenant not in behind], [], now_s, prices)
+        before, is_due = self._chosen([r for r in waiting if r.tenant not in behind], [], now_s, prices)
         if not behind:
-            return chosen
-        return chosen + self._chosen(waiting, chosen, now_s, prices)
+            return before
+        behind_them = self._chosen(waiting, before, now_s, prices)[0]
+        return before + [rid for rid in behind_them if not is_due or self.waiting[rid].has_started]
 
     def _chosen(
         self, waiting: list[WaitingRequest], before: list[str], now_s: float, prices: Mapping[str, float]
-    ) -> list[str]:
-        """Whom of them to serve, the next first, once those `before` are served."""
+    ) -> tuple[list[str], bool]:
+        """Whom of them to serve, the next first, once those `before` are served; and whether that ends with one
+        that is due, for which the others are held."""
         due = sorted(waiting, key=lambda r: r.deadline_s)
         slack_s, least_s = self._slack(due, now_s, prices)
         already = set(before)
@@ -487,11 +489,11 @@ class CachedAdmission(AdmissionPolicy):
         for request in best:
             price_s = prices[request.rid]
             if least_s < 0 or spent_s + price_s > slack_s[request.rid]:
-                return self._with_due(chosen, due, best)
+                return self._with_due(chosen, due, best), True
             if self._is_in(request) or self._may_enter(request, now_s):
                 chosen.append(request.rid)
                 spent_s += price_s
-        return chosen
+        return chosen, False
 
     def _with_due(
         self, chosen: list[str], due: list[WaitingRequest], best: list[WaitingRequest]

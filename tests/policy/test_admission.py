@@ -348,6 +348,24 @@ def test_a_session_stays_its_tenants() -> None:
     assert list(policy.waiting) == ["a"] and list(policy._tenants) == ["one"]
 
 
+def test_while_one_that_is_due_has_no_room_nobody_takes_it_though_he_comes_behind() -> None:
+    """Found: requests of a tenant that had more than its share took all that was given back before it."""
+    policy = CachedAdmission(100_000)
+    for rid, tenant in (("big", "quiet"), *((f"b{number}", "flood") for number in range(5))):
+        policy.add(WaitingRequest(rid, rid, 0.0, 1.0, 1000, tenant))
+    prices = {rid: 1.0 for rid in policy.waiting}
+    for rid in ("b0", "b4"):
+        policy.start(rid, 1.0)
+    policy.computed("b0", 30.0)
+    del prices["b0"]
+    due_s = policy.waiting["big"].deadline_s
+    assert policy.order(due_s + 1, prices) == ["big", "b4"]
+    policy.start("big", due_s + 1)
+    policy.computed("big", 40.0)
+    del prices["big"]
+    assert policy.order(due_s + 2, prices)[0] in prices, "who is behind is served where nobody else waits"
+
+
 def test_tenants_that_come_once_leave_nothing() -> None:
     policy = CachedAdmission(10_000)
     for number in range(500):
