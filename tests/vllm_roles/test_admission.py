@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hiradix.adapters.admission import ANSWER_TOKENS, PRICE_SHARE, EngineAdmission
-from hiradix.adapters.vllm.residency import DevicePrefixes, QueuePrices
+from hiradix.adapters.vllm.residency import DevicePrefixes, IdleBlocks, QueuePrices
 from hiradix.cache.pages import CacheCounters
 from hiradix.policy.admission import FORGET_S, make_admission
 from hiradix.policy.no_regret import NoRegret
@@ -72,6 +72,18 @@ def test_prices_go_by_where_a_prompt_is() -> None:
     assert queue_prices.price_s(asked) == pytest.approx(prices.first_token_s(4))
     asked.num_computed_tokens, asked.skip_reading_prefix_cache = 0, True
     assert queue_prices.price_s(asked) == pytest.approx(prices.first_token_s(40))
+
+
+def test_sessions_whose_blocks_are_known_are_bounded_whatever_their_prompts() -> None:
+    """Found: one without a whole block was kept for ever by policies that let nobody leave."""
+    idle = IdleBlocks(SimpleNamespace(num_gpu_blocks=10, free_block_queue=None, get_cached_block=None), 0)
+    idle.ended("s", [b"0", b"1"])
+    for number in range(1000):
+        idle.ended(f"short {number}", [])
+        idle.ended(f"long {number}", [b"%d" % number] * 3)
+    assert len(idle._names) <= 3 and len(idle._num_users) <= 3
+    idle.ended("long 999", [])
+    assert "long 999" not in idle._names
 
 
 class World:
