@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 KEPT_WAITS = 32.0  # a wait counts for so many times its own length
@@ -40,7 +40,7 @@ class FirstComeShadow:
         self._coming: list[tuple[float, int, str]] = []
         self._num_comings = 0
         self._queue: deque[tuple[int, str]] = deque()
-        self._cached: dict[str, int] = {}  # footprints, the least recently used first
+        self._cached: OrderedDict[str, int] = OrderedDict()  # footprints, the least recently used first
         self._num_cached = 0  # tokens
         self._free_s = 0.0
         self._waits: deque[tuple[float, float]] = deque()  # (until when it counts, seconds), falling
