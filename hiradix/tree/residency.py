@@ -178,8 +178,11 @@ class Residencies:
         self.host_moves_once = bool(getattr(self.orders[BACKBONE][HOST], "path_moves_once", False))
 
     def _waste_of(self, order: EvictionOrder) -> int:
-        waste = self.granularity.waste
-        return int(getattr(order, "waste", WASTE)) if waste is None else waste
+        own = self.granularity.waste
+        waste = int(getattr(order, "waste", WASTE)) if own is None else own
+        if waste < 1:
+            raise Misuse(f"waste: a victim leaves at least as many pages as are wanted, got {waste} times")
+        return waste
 
     def _order_of(self, component: int, tier: Tier) -> EvictionOrder:
         context = OrderContext(self.components[component], tier, self.page_size, component == BACKBONE)
