@@ -77,13 +77,15 @@ class EngineAdmission:
         session: str = "",
         names: Sequence[Hashable] = (),
     ) -> None:
-        """A request came. names: of its prompt's blocks, equal only where prompts are up to there."""
+        """A request came. names: of its prompt's blocks, equal only where prompts are up to there. Nobody goes
+        on with a session of another tenant, whose service that would count as."""
         if session:
             session = json.dumps([tenant, session])  # names no other tenant's, whatever is in either
-        elif names:
-            session = self._continuations.session_of(names, rid, self._active)
         else:
-            session = rid
+            session = json.dumps([tenant, None, rid]) if tenant else rid
+            if names:
+                own = [(tenant, name) for name in names] if tenant else names
+                session = self._continuations.session_of(own, session, self._active)
         self._active[session] += 1
         self._requests[rid] = _Request(session)
         self._ordered_s = None

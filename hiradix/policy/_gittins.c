@@ -16,6 +16,8 @@
 #define NEAR_SHAPE_VOTES 8.0
 #define MAX_HAZARD 0.999
 #define MAX_REUSE 0.995
+#define ROUNDED 1e-9 /* below, 1 less what does not come back has lost its digits */
+#define LEAST 1e-300 /* and nothing does */
 
 static int is_table(PyObject *object, int num_dims)
 {
@@ -109,14 +111,18 @@ static double least_of(double one, double other)
 /* Of what comes back, the share that does in each bucket; how much does. */
 static double think_times(const double *hazard, double *density)
 {
-    double alive = 1, before[BUCKETS];
+    double alive = 1;
     for (int b = 0; b < BUCKETS; b++) {
-        before[b] = alive;
+        density[b] = alive * hazard[b];
         alive *= 1 - hazard[b];
     }
     double reuse = 1 - alive;
+    if (reuse < ROUNDED) {
+        reuse = sum_of(density);
+        reuse = reuse > LEAST ? reuse : LEAST;
+    }
     for (int b = 0; b < BUCKETS; b++) {
-        density[b] = before[b] * hazard[b] / reuse;
+        density[b] /= reuse;
     }
     return reuse;
 }
@@ -186,7 +192,7 @@ static npy_int64 depth_of(PyObject *const *args)
         const npy_int64 *levels = PyArray_DATA((PyArrayObject *)args[3]);
         npy_int64 level = levels[c];
         good = parent >= 0 && parent <= c && curve >= 0 && curve <= c && level >= 0 && level < BUCKETS
-            && (level == 0) == (c < FAMILIES) && (level == 0 || levels[curve] < level);
+            && (level == 0) == (c < FAMILIES) && (level == 0 || (levels[parent] < level && levels[curve] < level));
         deepest = level > deepest ? level : deepest;
     }
     if (!good) {

@@ -13,12 +13,14 @@ Its *cold price* is that of its prompt with nothing cached. Its *footprint* is t
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from hiradix.errors import ConfigError, Misuse
 from hiradix.policy.first_come import FirstComeShadow
+from hiradix.policy.rooms import Inside, Rooms
 
 FIRST_COME_SHARE = 0.95  # of the longest wait that first come, first served would have: when a request is due
 ROUND_SHARE = 0.9  # of its tenant's round, if that is more: where not all sessions fit, it goes there
@@ -28,6 +30,8 @@ FORGET_S = 600.0  # idle for longer, a session is taken to have ended
 OVER_SHARE = 1.1  # times its share of recent service: a tenant that had more comes behind the others
 RECENT_S = 60.0  # of service: after so much, half of what a tenant was served no longer counts
 _NEVER_S = 1e9
+_FEW = 64
+_TICKS = 1 << 30  # of a second: whole numbers add up to the same in whatever order they come and go
 
 
 @dataclass(slots=True)
@@ -171,7 +175,8 @@ class _Session:
     """num_active: requests that wait or run; num_running: those that have pages. idle_since_s: when the last
     of them ended; None before.
 
-    is_in: its footprint counts against the capacity. answering_s: when its last first token was there.
+    is_in: its footprint counts against the capacity. answering_s: when its last first token was there; None: it
+    has had none.
     """
 
     tenant: str
@@ -182,7 +187,61 @@ class _Session:
     idle_since_s: float | None = None
     stop: str = ""
     is_in: bool = False
-    answering_s: float = 0.0
+    answering_s: float | None = None
+
+    @property
+    def round_ticks(self) -> int:
+        """Its part of its tenant's round."""
+        return _ticks(self.cold_price_s) * max(self.num_active, 1)
+
+
+class _Service:
+    """Seconds that tenants were served of late: after RECENT_S of anybody's, half of them no longer count."""
+
+    def __init__(self) -> None:
+        self._served: dict[str, tuple[float, float]] = {}  # seconds, and the total at that time
+        self._total_s = 0.0
+        self._most = _FEW  # tenants, before those that hardly had any are taken out
+
+    def __len__(self) -> int:
+        return len(self._served)
+
+    def add(self, tenant: str, served_s: float) -> None:
+        """O(1). What is no time, or less than none, is none."""
+        served_s = min(served_s, _NEVER_S) if served_s > 0 else 0.0
+        self._total_s += served_s
+        self._served[tenant] = (self.recent_s(tenant) + served_s, self._total_s)
+        if len(self._served) > self._most:
+            self._served = {name: had for name, had in self._served.items() if self.recent_s(name) > 0}
+            self._most = 2 * len(self._served) + _FEW
+
+    def recent_s(self, tenant: str) -> float:
+        """0 for what is less than a millisecond."""
+        served_s, total_s = self._served.get(tenant, (0.0, 0.0))
+        recent_s = served_s * 0.5 ** ((self._total_s - total_s) / RECENT_S)
+        return recent_s if recent_s > 1e-3 else 0.0
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """What is known of one that has sessions. waiting: its requests, in order of arrival; work_ticks: their cold
+    prices. round_ticks: to compute each of its sessions once from nothing."""
+
+    shadow: FirstComeShadow
+    waiting: OrderedDict[str, WaitingRequest] = field(default_factory=OrderedDict)
+    work_ticks: int = 0
+    round_ticks: int = 0
+    num_sessions: int = 0
+    num_active: int = 0  # sessions with requests that wait or run
+
+    @property
+    def latest_s(self) -> float:
+        """When the last of its requests is due: no other is due later."""
+        return next(reversed(self.waiting.values())).deadline_s if self.waiting else -_NEVER_S
+
+
+def _ticks(seconds: float) -> int:
+    return round(min(seconds, _NEVER_S) * _TICKS)
 
 
 class CachedAdmission(AdmissionPolicy):
@@ -213,127 +272,186 @@ class CachedAdmission(AdmissionPolicy):
         super().__init__(capacity)
         self._returns = Returns()
         self._sessions: dict[str, _Session] = {}
-        self._served_s: dict[str, float] = {}  # by tenant, of late
+        self._idle: OrderedDict[str, float] = (
+            OrderedDict()
+        )  # sessions, and since when; the longest idle first
+        self._inside: dict[str, _Session] = {}
+        self._num_inside = self._num_known = 0  # tokens: footprints of those inside, and of all
+        self._tenants: dict[str, _Tenant] = {}
+        self._at_work: dict[str, None] = {}  # tenants with a request that waits or runs
+        self._service = _Service()
+        self._rooms: Rooms | None = None  # as of the order that is being made
         self._left: dict[str, None] = {}
         self._num_running = 0
-        self._shadows: dict[str, FirstComeShadow] = {}  # by tenant
         self._now_s = 0.0  # when it was last asked
 
     # -- what happens -----------------------------------------------------------------------
 
     def add(self, request: WaitingRequest) -> None:
-        super().add(request)
+        """Misuse too where the session is another tenant's, or a price is no number of seconds. O(log n)."""
         session = self._sessions.get(request.session)
+        if session is not None and session.tenant != request.tenant:
+            raise Misuse(f"session {request.session:.64} is of tenant {session.tenant!r:.64}")
+        if not request.cold_price_s >= 0:
+            raise Misuse(f"{request.rid}: a cold price of {request.cold_price_s} s")
+        super().add(request)
+        own = self._tenants.get(request.tenant)
+        if own is None:
+            own = self._tenants[request.tenant] = _Tenant(FirstComeShadow(self.capacity))
+        self._begin(request, session, own)
+        self._drop_ended(request.arrived_s)
+        latest_s = own.latest_s
+        own.waiting[request.rid] = request
+        own.work_ticks += _ticks(request.cold_price_s)
+        work_s = own.work_ticks / _TICKS
+        first_come_s = request.arrived_s + work_s * len(self._at_work)
+        request.deadline_s = self._due_s(request, first_come_s, latest_s)
+
+    def _begin(self, request: WaitingRequest, session: _Session | None, own: _Tenant) -> None:
+        """A request of a session, which may be new."""
         if session is None:
-            session = _Session(request.tenant, request.cold_price_s, request.footprint)
-            self._sessions[request.session] = session
-        elif session.idle_since_s is not None:
-            self._returns.saw(session.stop, request.arrived_s - session.idle_since_s)
-        session.idle_since_s = None
+            session = self._sessions[request.session] = _Session(request.tenant, 0.0, 0)
+            own.num_sessions += 1
+        else:
+            self._weigh(session, -1)
+            if session.idle_since_s is not None:
+                self._returns.saw(session.stop, request.arrived_s - session.idle_since_s)
+                session.idle_since_s = None
+                del self._idle[request.session]
+        if not session.num_active:
+            own.num_active += 1
+            self._at_work[request.tenant] = None
         session.num_active += 1
         session.cold_price_s, session.footprint = request.cold_price_s, request.footprint
-        self._drop_ended(request.arrived_s)
-        shadow = self._shadows.setdefault(request.tenant, FirstComeShadow(self.capacity))
-        shadow.capacity = self.capacity // len(self._tenants())
-        gap_s = request.arrived_s - session.answering_s
-        shadow.arrive(request.session, request.arrived_s, request.cold_price_s, request.footprint, gap_s)
-        work_s = sum(r.cold_price_s for r in self._until(request))
-        request.deadline_s = self._due_s(request, request.arrived_s + work_s * len(self._tenants()))
+        self._weigh(session, 1)
+        own.shadow.capacity = self.capacity // len(self._at_work)
+        gap_s = 0.0 if session.answering_s is None else request.arrived_s - session.answering_s
+        own.shadow.arrive(request.session, request.arrived_s, request.cold_price_s, request.footprint, gap_s)
 
-    def _due_s(self, request: WaitingRequest, first_come_s: float) -> float:
-        """first_come_s: when those that came earlier, and it, would be served."""
-        due_s = request.arrived_s + self._longest_s(request) * len(self._tenants())
-        return max([due_s, first_come_s, *(r.deadline_s for r in self._until(request) if r is not request)])
+    def _weigh(self, session: _Session, sign: int) -> None:
+        """Add what it is to the sums, or with -1 take it off them."""
+        self._tenants[session.tenant].round_ticks += sign * session.round_ticks
+        self._num_known += sign * session.footprint
+        if session.is_in:
+            self._num_inside += sign * session.footprint
+
+    def _due_s(self, request: WaitingRequest, first_come_s: float, latest_s: float) -> float:
+        """first_come_s: when those that came earlier, and it, would be served. latest_s: of the earlier ones."""
+        return max(request.arrived_s + self._longest_s(request) * len(self._at_work), first_come_s, latest_s)
 
     def _longest_s(self, request: WaitingRequest) -> float:
         """Seconds that it may wait, beside one tenant."""
-        longest_s = FIRST_COME_SHARE * self._shadows[request.tenant].longest_s(request.arrived_s)
-        if self._all_fit():
+        longest_s = FIRST_COME_SHARE * self._tenants[request.tenant].shadow.longest_s(request.arrived_s)
+        if self._all_fit:
             return longest_s
         return max(longest_s, ROUND_SHARE * self.round_s(request.tenant))
 
+    @property
     def _all_fit(self) -> bool:
-        return sum(session.footprint for session in self._sessions.values()) <= self.capacity
-
-    def _until(self, request: WaitingRequest) -> list[WaitingRequest]:
-        """Those of its tenant that came earlier, and it."""
-        own = [r for r in self.waiting.values() if r.tenant == request.tenant]
-        return own[: own.index(request) + 1]
+        return self._num_known <= self.capacity
 
     def _date(self, now_s: float, prices: Mapping[str, float]) -> None:
         """Where all fits nothing is lost: requests that have just come are due by what they cost there."""
-        fresh = [r for r in self.waiting.values() if not r.is_dated and r.rid in prices]
-        all_fit = bool(fresh) and self._all_fit()
-        for request in fresh:
-            request.is_dated = True
-            if all_fit:
-                work_s = sum(
-                    prices[r.rid] if r.rid in prices and self._is_in(r) else r.cold_price_s
-                    for r in self._until(request)
-                )
-                due_s = self._due_s(request, now_s + work_s * len(self._tenants()))
-                request.deadline_s = min(request.deadline_s, due_s)
+        if not any(not r.is_dated and r.rid in prices for r in self.waiting.values()):
+            return
+        work_s, latest_s = dict[str, float](), dict[str, float]()  # by tenant, of those that came earlier
+        for request in self.waiting.values():
+            tenant, is_priced = request.tenant, request.rid in prices
+            price_s = prices[request.rid] if is_priced and self._is_in(request) else request.cold_price_s
+            work_s[tenant] = work_s.get(tenant, 0.0) + price_s
+            if is_priced and not request.is_dated:
+                request.is_dated = True
+                if self._all_fit:
+                    first_come_s = now_s + work_s[tenant] * len(self._at_work)
+                    due_s = self._due_s(request, first_come_s, latest_s.get(tenant, -_NEVER_S))
+                    request.deadline_s = min(request.deadline_s, due_s)
+            latest_s[tenant] = request.deadline_s
 
     def start(self, rid: str, now_s: float) -> None:
         request = self.waiting[rid]
-        for name in self._leavers(request, now_s, is_due=True) or ():
-            self._sessions[name].is_in = False
+        for name in self._leavers(request, now_s):
+            self._go_out(name)
             self._left[name] = None
         session = self._sessions[request.session]
-        session.is_in = True
+        if not session.is_in:
+            session.is_in = True
+            self._inside[request.session] = session
+            self._num_inside += session.footprint
         session.num_running += 1
         self._left.pop(request.session, None)
         request.has_started = True
         self._num_running += 1
 
+    def _go_out(self, name: str) -> None:
+        session = self._inside.pop(name)
+        session.is_in = False
+        self._num_inside -= session.footprint
+
     def computed(self, rid: str, served_s: float) -> None:
+        request = self._taken(rid)
+        self._sessions[request.session].answering_s = self._now_s
+        self._service.add(request.tenant, served_s)
+
+    def _taken(self, rid: str) -> WaitingRequest:
+        """It waits no longer."""
         request = self.waiting.pop(rid)
-        tenant, session = request.tenant, request.session
-        kept = 0.5 ** (served_s / RECENT_S)
-        self._sessions[session].answering_s = self._now_s
-        self._served_s = {name: s * kept for name, s in self._served_s.items() if s * kept > 1e-3}
-        self._served_s[tenant] = self._served_s.get(tenant, 0.0) + served_s
+        own = self._tenants[request.tenant]
+        del own.waiting[rid]
+        own.work_ticks -= _ticks(request.cold_price_s)
+        return request
 
     def end(self, session: str, now_s: float, stop: str = "") -> None:
         self._ended(session, now_s, stop, 1)
 
     def remove(self, rid: str, now_s: float) -> None:
-        request = self.waiting.pop(rid)
+        request = self._taken(rid)
         self._ended(request.session, now_s, "abort", int(request.has_started))
         if not self._sessions[request.session].num_active:
-            self._shadows[request.tenant].remove(request.session)
+            self._tenants[request.tenant].shadow.remove(request.session)
 
     def _ended(self, name: str, now_s: float, stop: str, num_running: int) -> None:
         session = self._sessions[name]
+        own = self._tenants[session.tenant]
+        self._weigh(session, -1)
         session.num_active -= 1
+        self._weigh(session, 1)
         session.num_running -= num_running
         self._num_running -= num_running
         if not session.num_active:
             session.idle_since_s, session.stop = now_s, stop
+            self._idle[name] = now_s
+            own.num_active -= 1
+            if not own.num_active:
+                del self._at_work[session.tenant]
 
     def forget(self, session: str) -> None:
         known = self._sessions.get(session)
-        if known is not None and not known.num_active:
-            del self._sessions[session]
-            shadow = self._shadows.get(known.tenant)
-            if shadow is not None:
-                shadow.forget(session)
-                if not any(s.tenant == known.tenant for s in self._sessions.values()):
-                    del self._shadows[known.tenant]
-            self._left[session] = None
+        if known is None or known.num_active:
+            return
+        own = self._tenants[known.tenant]
+        if known.is_in:
+            self._go_out(session)
+        self._weigh(known, -1)
+        del self._sessions[session], self._idle[session]
+        own.shadow.forget(session)
+        own.num_sessions -= 1
+        if not own.num_sessions:
+            del self._tenants[known.tenant]
+        self._left[session] = None
 
     def _drop_ended(self, now_s: float) -> None:
-        for name, session in list(self._sessions.items()):
-            if session.idle_since_s is not None and now_s - session.idle_since_s > FORGET_S:
-                self.forget(name)
+        while self._idle:
+            name, since_s = next(iter(self._idle.items()))
+            if now_s - since_s <= FORGET_S:
+                break
+            self.forget(name)
 
     def is_in(self, session: str) -> bool:
-        known = self._sessions.get(session)
-        return known is not None and known.is_in
+        return session in self._inside
 
     @property
     def num_in(self) -> int:
-        return sum(session.is_in for session in self._sessions.values())
+        return len(self._inside)
 
     def take_left(self) -> list[str]:
         left, self._left = list(self._left), {}
@@ -343,44 +461,48 @@ class CachedAdmission(AdmissionPolicy):
 
     def round_s(self, tenant: str) -> float:
         """Seconds to compute each of the tenant's sessions once from nothing."""
-        known = (s for s in self._sessions.values() if s.tenant == tenant)
-        return sum(s.cold_price_s * max(s.num_active, 1) for s in known)
+        own = self._tenants.get(tenant)
+        return 0.0 if own is None else own.round_ticks / _TICKS
 
     def order(self, now_s: float, prices: Mapping[str, float]) -> list[str]:
-        self._now_s = now_s
+        self._now_s, self._rooms = now_s, None
         self._date(now_s, prices)
         behind, waiting = self._over_share(), [r for r in self.waiting.values() if r.rid in prices]
-        chosen = self._chosen([r for r in waiting if r.tenant not in behind], [], now_s, prices)
+        before, is_due = self._chosen([r for r in waiting if r.tenant not in behind], [], now_s, prices)
         if not behind:
-            return chosen
-        return chosen + self._chosen(waiting, chosen, now_s, prices)
+            return before
+        behind_them = self._chosen(waiting, before, now_s, prices)[0]
+        return before + [rid for rid in behind_them if not is_due or self.waiting[rid].has_started]
 
     def _chosen(
         self, waiting: list[WaitingRequest], before: list[str], now_s: float, prices: Mapping[str, float]
-    ) -> list[str]:
-        """Whom of them to serve, the next first, once those `before` are served."""
+    ) -> tuple[list[str], bool]:
+        """Whom of them to serve, the next first, once those `before` are served; and whether that ends with one
+        that is due, for which the others are held."""
         due = sorted(waiting, key=lambda r: r.deadline_s)
         slack_s, least_s = self._slack(due, now_s, prices)
-        due = [request for request in due if request.rid not in before]
+        already = set(before)
+        due = [request for request in due if request.rid not in already]
         best = sorted(due, key=lambda r: (not self._is_in(r), prices[r.rid]))
         chosen: list[str] = []
         spent_s = 0.0
         for request in best:
             price_s = prices[request.rid]
             if least_s < 0 or spent_s + price_s > slack_s[request.rid]:
-                return self._with_due(chosen, due, best)
-            if self._is_in(request) or self._leavers(request, now_s) is not None:
+                return self._with_due(chosen, due, best), True
+            if self._is_in(request) or self._may_enter(request, now_s):
                 chosen.append(request.rid)
                 spent_s += price_s
-        return chosen
+        return chosen, False
 
     def _with_due(
         self, chosen: list[str], due: list[WaitingRequest], best: list[WaitingRequest]
     ) -> list[str]:
         """Behind those chosen the one due first. If that has no room, only prefills under way go on, so that
         nobody takes what is given back before it."""
-        first = next(r for r in due if r.rid not in chosen)
-        taken = {*chosen, first.rid}
+        taken = set(chosen)
+        first = next(r for r in due if r.rid not in taken)
+        taken.add(first.rid)
         rest = [r.rid for r in best if r.has_started and r.rid not in taken]
         return [*chosen, first.rid, *rest]
 
@@ -401,15 +523,28 @@ class CachedAdmission(AdmissionPolicy):
     def _is_in(self, request: WaitingRequest) -> bool:
         return request.has_started or self._sessions[request.session].is_in
 
-    def _leavers(self, request: WaitingRequest, now_s: float, is_due: bool = False) -> list[str] | None:
-        """Sessions that leave so that this one can enter, the last expected back first; None if it may not.
-        Where nothing runs it may, whatever fits. Those that leave are idle, or wait and are of a tenant with
-        more than its share, for one with less. Nobody of such a one leaves for one with more.
-        """
-        inside = {name: s for name, s in self._sessions.items() if s.is_in and name != request.session}
-        over = sum(s.footprint for s in inside.values()) + request.footprint - self.capacity
+    def _may_enter(self, request: WaitingRequest, now_s: float) -> bool:
+        """Whether enough leaves for it: idle sessions that are far, or that wait and are of a tenant with more
+        than its share, for one with less. Nobody of such a one leaves for one with more. Where nothing runs it
+        may, whatever fits."""
+        over = self._num_inside + request.footprint - self.capacity
+        if over <= 0 or not self._num_running:
+            return True
+        if self._rooms is None:
+            self._rooms = Rooms(self.capacity, (self._seen(s, now_s) for s in self._inside.values()))
+        return self._rooms.room_for(request.tenant, request.footprint, self._far_s(request)) >= over
+
+    def _seen(self, session: _Session, now_s: float) -> Inside:
+        away_s = None if session.idle_since_s is None else self._away_s(session, now_s)
+        return Inside(session.tenant, session.footprint, session.num_running > 0, away_s)
+
+    def _leavers(self, request: WaitingRequest, now_s: float) -> list[str]:
+        """Sessions that leave as this one enters, the last expected back first: idle, or as in `_may_enter`."""
+        own = self._inside.get(request.session)
+        over = self._num_inside - (0 if own is None else own.footprint) + request.footprint - self.capacity
         if over <= 0:
             return []
+        inside = {name: s for name, s in self._inside.items() if name != request.session}
         rich = self._over_room(request, inside)
         is_poor = request.tenant not in rich
         may = [
@@ -417,20 +552,18 @@ class CachedAdmission(AdmissionPolicy):
             for name, s in inside.items()
             if not s.num_running and (is_poor or s.tenant in rich)
         ]
-        far_s, leaving = self._far_s(request), list[str]()
-        for holds_little, minus_away_s, name in sorted(may):
-            yields = is_poor and not holds_little
-            is_idle = inside[name].idle_since_s is not None
-            if yields or (is_idle and (is_due or -minus_away_s >= far_s)):
+        leaving = list[str]()
+        for holds_little, _, name in sorted(may):
+            if (is_poor and not holds_little) or inside[name].idle_since_s is not None:
                 leaving.append(name)
                 over -= inside[name].footprint
                 if over <= 0:
-                    return leaving
-        return leaving if is_due or not self._num_running else None
+                    break
+        return leaving
 
     def _far_s(self, request: WaitingRequest) -> float:
         """Beside other tenants no share: what a tenant computes anew to let its own in and out delays them."""
-        if len(self._shadows) > 1:
+        if len(self._tenants) > 1:
             return FAR_S
         return min(FAR_S, FAR_SHARE * self._longest_s(request))
 
@@ -442,15 +575,11 @@ class CachedAdmission(AdmissionPolicy):
 
     # -- tenants ----------------------------------------------------------------------------
 
-    def _tenants(self) -> list[str]:
-        """Those at work: with a request that waits or runs."""
-        return list(dict.fromkeys(s.tenant for s in self._sessions.values() if s.num_active))
-
     def _over_share(self) -> set[str]:
-        tenants = self._tenants()
+        tenants = self._at_work
         if len(tenants) < 2:
             return set()
-        served_s = [self._served_s.get(tenant, 0.0) for tenant in tenants]
+        served_s = [self._service.recent_s(tenant) for tenant in tenants]
         most_s = OVER_SHARE * sum(served_s) / len(tenants)
         return {tenant for tenant, had_s in zip(tenants, served_s) if had_s > most_s}
 

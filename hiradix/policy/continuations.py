@@ -24,8 +24,11 @@ class Continuations:
     def session_of(self, blocks: Sequence[Hashable], fresh: str, active: Collection[str]) -> str:
         """The session that this prompt continues, or else `fresh`; it is the last prompt of that from now on.
 
-        active: sessions with a request that waits or runs, which nobody continues before it is answered.
+        active: sessions with a request that waits or runs, which nobody continues before it is answered. A
+        prompt without a block continues nobody's and is not kept.
         """
+        if not blocks:
+            return fresh
         session = self._continued(blocks, active) or fresh
         self.forget(session)
         self._prompts[session] = blocks

@@ -31,6 +31,7 @@ NEAR_CURVES: Final = (
 FAMILIES: tuple[ClassKey, ...] = ((), (SHARED,), (CONVERSATION,))
 
 _VERSION = 1
+_MOST_VOTES = 1e15  # of a class and age in a file; thousands are seen
 # RuntimeError: an archive whose flags say that it is encrypted, or made by a later version.
 _UNREADABLE = (OSError, ValueError, EOFError, KeyError, RuntimeError, MemoryError, BadZipFile, zlib.error)
 
@@ -191,7 +192,7 @@ def _checked(path: Path, held: dict[str, Any]) -> list[ClassKey]:
     for name in names[3:]:
         votes = held[name]
         good = votes.dtype == np.float64 and votes.shape == (len(keys), BUCKETS)
-        require(good and np.isfinite(votes).all() and (votes >= 0).all(), f"{name} are no votes")
+        require(good and ((votes >= 0) & (votes <= _MOST_VOTES)).all(), f"{name} are no votes")
     found = [tuple(x for x in row if x >= 0) for row in keys.tolist()]
     require(found[: len(FAMILIES)] == list(FAMILIES), "does not begin with the families")
     require(len(set(found)) == len(found), "names a class twice")

@@ -20,6 +20,7 @@ _REUSE_VOTES = 6.0  # of the parent's share that comes back, against the class's
 _SHAPE_VOTES = 32.0  # of a family's think times, against the class's own
 _NEAR_SHAPE_VOTES = 8.0  # of those of a class below
 _MAX_HAZARD, _MAX_REUSE = 0.999, 0.995
+_ROUNDED, _LEAST = 1e-9, 1e-300  # below, 1 less what does not come back has lost its digits; and nothing does
 
 
 def hazard_of(votes: Floats, parents: Ints, curves: Ints, levels: Ints) -> Floats:
@@ -52,8 +53,11 @@ def _think_times(hazard: Floats) -> tuple[Floats, Floats]:
     """Of what comes back, the share that does in each bucket; and how much does."""
     alive = np.ones((len(hazard), BUCKETS + 1))
     np.cumprod(1 - hazard, 1, out=alive[:, 1:])
-    reuse = 1 - alive[:, -1]
-    return alive[:, :-1] * hazard / reuse[:, None], reuse
+    reuse, times = 1 - alive[:, -1], alive[:, :-1] * hazard
+    few = reuse < _ROUNDED
+    if few.any():
+        reuse[few] = np.maximum(times[few].sum(1), _LEAST)
+    return times / reuse[:, None], reuse
 
 
 def _with_descendants(total: Floats, parents: Ints, below: list[Ints]) -> Floats:

@@ -169,6 +169,9 @@ class Residencies:
     def reset(self) -> None:
         """Forget everything."""
         self.orders[:] = [[self._order_of(c, tier) for tier in TIERS] for c in range(len(self.components))]
+        for component in range(len(self.components)):
+            for tier in TIERS:
+                self.waste_of(component, tier)  # refused before anything is evicted
         self.num_resident = [[0] * len(Tier) for _ in self.components]
         for tiers in self.places:
             for places in tiers:
@@ -176,9 +179,12 @@ class Residencies:
         self.host_moves_once = bool(getattr(self.orders[BACKBONE][HOST], "path_moves_once", False))
 
     def waste_of(self, component: int, tier: Tier) -> int:
-        """How many times what is wanted a victim may hold and leave whole: see `Granularity`."""
-        waste = self.granularity.waste
-        return int(getattr(self.orders[component][tier], "waste", WASTE)) if waste is None else waste
+        """How many times what is wanted a victim may hold and leave whole: see `Granularity`. Misuse below 1."""
+        own = self.granularity.waste
+        waste = int(getattr(self.orders[component][tier], "waste", WASTE)) if own is None else own
+        if waste < 1:
+            raise Misuse(f"waste: a victim leaves at least as many pages as are wanted, got {waste} times")
+        return waste
 
     def _order_of(self, component: int, tier: Tier) -> EvictionOrder:
         context = OrderContext(self.components[component], tier, self.page_size, component == BACKBONE)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -23,6 +23,7 @@ from hiradix.policy.admission import (
     admission_policies,
     make_admission,
 )
+from hiradix.policy.first_come import FirstComeShadow
 
 CHUNK_S, WARM_S, ASK_S = 0.5, 0.1, 1.0
 
@@ -173,6 +174,130 @@ def test_the_greedy_order_starves_and_the_bounded_one_does_not() -> None:
     assert waits["lpm"] > 4 * waits["cached"] and waits["cached"] < 13
 
 
+class Searched(CachedAdmission):
+    """Finds each sum, and when a request is due, by a walk of all that is known."""
+
+    def add(self, request: WaitingRequest) -> None:
+        super().add(request)
+        own = [r for r in self.waiting.values() if r.tenant == request.tenant]
+        num_at_work = len({s.tenant for s in self._sessions.values() if s.num_active})
+        work_s = sum(r.cold_price_s for r in own)
+        due_s = request.arrived_s + max(self._longest_s(request), work_s) * num_at_work
+        assert request.deadline_s == max(due_s, *(r.deadline_s for r in own if r is not request), 0.0)
+
+    def order(self, now_s: float, prices: Mapping[str, float]) -> list[str]:
+        sessions = list(self._sessions.values())
+        assert self._all_fit == (sum(s.footprint for s in sessions) <= self.capacity)
+        assert self._num_inside == sum(s.footprint for s in sessions if s.is_in)
+        assert set(self._idle) == {name for name, s in self._sessions.items() if not s.num_active}
+        assert set(self._tenants) == {s.tenant for s in sessions}
+        for tenant in self._tenants:
+            own = [s for s in sessions if s.tenant == tenant]
+            assert self.round_s(tenant) == sum(s.cold_price_s * max(s.num_active, 1) for s in own)
+            assert (tenant in self._at_work) == any(s.num_active for s in own)
+        return super().order(now_s, prices)
+
+    def _may_enter(self, request: WaitingRequest, now_s: float) -> bool:
+        may = super()._may_enter(request, now_s)
+        over = self._num_inside + request.footprint - self.capacity
+        if over > 0 and self._num_running:
+            rich, far_s = self._over_room(request, self._inside), self._far_s(request)
+            for session in self._inside.values():
+                is_rich = session.tenant in rich
+                is_far = session.idle_since_s is not None and self._away_s(session, now_s) >= far_s
+                yields = is_rich and request.tenant not in rich
+                if not session.num_running and (
+                    yields or (is_far and (is_rich or request.tenant not in rich))
+                ):
+                    over -= session.footprint
+            assert may == (over <= 0)
+        return may
+
+
+def binary(tenant: str) -> st.SearchStrategy[Client]:
+    """Numbers that add up to the same in any order."""
+    times = st.integers(1, 200).map(lambda n: n / 8)
+    think_s = st.sampled_from((0.5, 4.0, 32.0, 900.0))
+    return st.builds(
+        Client, times, st.integers(1, 6), times, st.sampled_from((0.125, 1.0)), times, think_s,
+        st.sampled_from(("tool_use", "end_turn")), st.just(tenant),
+    )  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(binary("") | binary("b") | binary("c"), min_size=1, max_size=12),
+    st.integers(1, 200_000) | st.integers(1, 40_000),
+)
+def test_running_sums_are_what_a_walk_finds(clients: list[Client], capacity: int) -> None:
+    searched = Bench(Searched(capacity), clients).play()
+    assert searched.log == Bench(CachedAdmission(capacity), clients).play().log
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(binary("") | binary("b"), min_size=1, max_size=10),
+    st.integers(1, 200_000),
+    st.sampled_from([64.0, 2.0**20]),
+)
+def test_when_the_clock_began_says_nothing(clients: list[Client], capacity: int, begin_s: float) -> None:
+    """Found: a second question of a session without an answer came back after as long as the clock had run."""
+    later = [one._replace(start_s=one.start_s + begin_s) for one in clients]
+    one, two = (Bench(CachedAdmission(capacity), found).play() for found in (clients, later))
+    assert [order for _, order in one.log] == [order for _, order in two.log]
+
+
+def test_questions_side_by_side_are_no_gap_since_the_clock_began() -> None:
+    policy = CachedAdmission(1_000_000)
+    for rid in ("x", "a", "b"):
+        policy.add(WaitingRequest(rid, "x" if rid == "x" else "s", 1e6, 10.0, 1000))
+    policy.add(WaitingRequest("c", "t", 1e6 + 40, 1.0, 1000))
+    shadow = policy._tenants[""].shadow
+    assert not shadow._coming, "both of `s` were answered long ago"
+
+
+def test_what_comes_costs_the_same_however_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found: 5,000 that came at once took 13.6 s, as each walked through all sessions and all that wait."""
+    steps = [0]
+    real = FirstComeShadow._price_s
+
+    def counted(self: FirstComeShadow, *args: Any) -> float:
+        steps[0] += 1
+        return real(self, *args)
+
+    monkeypatch.setattr(FirstComeShadow, "_price_s", counted)
+    policy = CachedAdmission(10**9)
+    for number in range(3000):
+        policy.add(WaitingRequest(f"r{number}", f"s{number}", number / 1024, 1.0, 1000))
+    assert steps[0] <= 3 * 3000
+
+
+def test_an_order_looks_once_at_each_that_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found: at each for each that waits; with 1,000 in and 2,000 that waited an order took 1.7 s."""
+    looks = [0]
+    real = Returns.expected_s
+
+    def counted(self: Returns, stop: str, idle_s: float) -> float:
+        looks[0] += 1
+        return real(self, stop, idle_s)
+
+    policy = CachedAdmission(100_000)
+    for number in range(101):
+        name = f"a{number}"
+        now_s = 0.0 if number < 100 else 3.0
+        policy.add(WaitingRequest(name, name, now_s, 0.01, 1000, "ab"[number % 2]))
+        policy.order(now_s, {name: 0.01})
+        policy.start(name, now_s)
+        if number < 100:
+            policy.computed(name, 0.01)
+            policy.end(name, 1.0)
+    for number in range(200):
+        policy.add(WaitingRequest(f"r{number}", f"s{number}", 3.0, 0.01, 1000, "ab"[number % 2]))
+    monkeypatch.setattr(Returns, "expected_s", counted)
+    policy.order(3.0, {rid: 0.001 for rid in policy.waiting})
+    assert 0 < looks[0] <= 101
+
+
 # -- tenants --------------------------------------------------------------------------------
 
 
@@ -211,6 +336,60 @@ def test_a_return_is_predicted_by_why_the_answer_ended_and_by_how_long_it_is_awa
     assert returns.expected_s("tool_use", 0.0) < 40 < FAR_S < returns.expected_s("end_turn", 0.0)
     assert returns.expected_s("tool_use", 30.0) > returns.expected_s("tool_use", 0.0)
     assert returns.expected_s("never heard of", 2.0) > 0 and returns.expected_s("tool_use", 5000.0) > 1e6
+
+
+def test_a_session_stays_its_tenants() -> None:
+    """Found: where another tenant went on with one, that one's shadow was kept for ever, or gone too early."""
+    policy = CachedAdmission(10_000)
+    policy.add(WaitingRequest("a", "s", 0.0, 1.0, 100, "one"))
+    for tenant in ("two", ""):
+        with pytest.raises(Misuse, match="session s is of tenant 'one'"):
+            policy.add(WaitingRequest("b", "s", 0.0, 1.0, 100, tenant))
+    assert list(policy.waiting) == ["a"] and list(policy._tenants) == ["one"]
+
+
+def test_while_one_that_is_due_has_no_room_nobody_takes_it_though_he_comes_behind() -> None:
+    """Found: requests of a tenant that had more than its share took all that was given back before it."""
+    policy = CachedAdmission(100_000)
+    for rid, tenant in (("big", "quiet"), *((f"b{number}", "flood") for number in range(5))):
+        policy.add(WaitingRequest(rid, rid, 0.0, 1.0, 1000, tenant))
+    prices = {rid: 1.0 for rid in policy.waiting}
+    for rid in ("b0", "b4"):
+        policy.start(rid, 1.0)
+    policy.computed("b0", 30.0)
+    del prices["b0"]
+    due_s = policy.waiting["big"].deadline_s
+    assert policy.order(due_s + 1, prices) == ["big", "b4"]
+    policy.start("big", due_s + 1)
+    policy.computed("big", 40.0)
+    del prices["big"]
+    assert policy.order(due_s + 2, prices)[0] in prices, "who is behind is served where nobody else waits"
+
+
+def test_tenants_that_come_once_leave_nothing() -> None:
+    policy = CachedAdmission(10_000)
+    for number in range(500):
+        now_s = number * 10.0
+        policy.add(WaitingRequest(f"r{number}", f"s{number}", now_s, 1.0, 100, f"t{number}"))
+        policy.order(now_s, {f"r{number}": 1.0})
+        policy.start(f"r{number}", now_s)
+        policy.computed(f"r{number}", 1.0)
+        policy.end(f"s{number}", now_s + 2)
+        policy.take_left()
+    known = FORGET_S / 10 + 2
+    assert len(policy._tenants) <= known and len(policy._sessions) <= known and not policy._at_work
+    assert len(policy._service) <= 2 * 600 + 64
+
+
+@pytest.mark.parametrize("cold_s", [float("nan"), -1.0, float("-inf")])
+def test_a_price_that_is_none_is_refused(cold_s: float) -> None:
+    policy = CachedAdmission(10_000)
+    with pytest.raises(Misuse, match="^a: a cold price"):
+        policy.add(WaitingRequest("a", "s", 0.0, cold_s, 100))
+    assert not (policy.waiting or policy._sessions or policy._tenants)
+    policy.add(WaitingRequest("a", "s", 0.0, float("inf"), 100))
+    policy.remove("a", 1.0)
+    assert policy._tenants[""].work_ticks == 0
 
 
 def waiting(rid: str, cold_s: float = 1.0, at_s: float = 0.0, session: str = "") -> WaitingRequest:

@@ -46,6 +46,15 @@ def test_what_is_forgotten_is_continued_by_nobody_and_holds_nothing() -> None:
     assert not known._owner and not known._prompts
 
 
+def test_prompts_without_a_block_take_nobodys_place(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(continuations, "MOST_SESSIONS", 10)
+    known = Continuations()
+    known.session_of(chain("a", 10), "one", ())
+    for k in range(20):
+        assert known.session_of([], f"short {k}", ()) == f"short {k}"
+    assert known.session_of(chain("a", 11), "two", ()) == "one"
+
+
 def test_memory_is_bounded(monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(continuations, "MOST_SESSIONS", 10)
     known, rng = Continuations(), random.Random(3)

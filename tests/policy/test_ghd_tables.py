@@ -155,6 +155,7 @@ DAMAGE = {
     "edges": lambda h: h | {"edges": h["edges"] + 1},
     "nan": lambda h: h | {"used": np.full_like(h["used"], np.nan)},
     "negative": lambda h: h | {"exposed": h["exposed"] - 1e9},
+    "too many": lambda h: h | {"used": np.full_like(h["used"], 1e308)},
     "shape": lambda h: h | {"started": h["started"][:, 1:]},
     "orphan": lambda h: h | {"keys": np.where(h["keys"] == 1, 9, h["keys"])},
     "missing": lambda h: _without("used", h),

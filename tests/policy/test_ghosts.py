@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -115,3 +116,16 @@ def test_ghosts_are_forgotten_in_the_order_they_left_and_one_at_a_time() -> None
     assert len(ghosts) == 1 and ghosts.add(name_of(4), 4) is None
     ghosts.clear()
     assert len(ghosts) == 0 and ghosts.pop(name_of(3)) is None
+
+
+def test_what_left_first_is_found_at_once_however_much_has_gone_before_it() -> None:
+    """Found: 75 us for each block that was evicted with 262,144 ghosts, as a dict looks for its first behind
+    all that have gone. No test measures that: the type stands for it."""
+    ghosts: Ghosts[int] = Ghosts(1000)
+    for number in range(5000):
+        lost = ghosts.add(name_of(number), number)
+        assert lost == (number - 1000 if number >= 1000 else None) and len(ghosts) <= 1000
+    assert ghosts.pop(name_of(4000)) == 4000 and ghosts.pop(name_of(4000)) is None
+    assert ghosts.add(name_of(4500), 1) is None and ghosts.add(name_of(1), 2) is None
+    assert ghosts.add(name_of(2), 3) == 4001
+    assert type(ghosts._notes) is OrderedDict, "whose first entry is known"

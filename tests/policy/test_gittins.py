@@ -125,6 +125,23 @@ def test_a_class_comes_back_when_those_do_whose_curve_it_borrows(form: ModuleTyp
     assert hazard[4, 40] > 0.5  # what lives as long comes back with the family
 
 
+@pytest.mark.parametrize("is_near", [False, True])
+@pytest.mark.parametrize("exposed", [5900.0, 1e5, 1e12, 1e300])
+def test_what_never_comes_back_is_worth_little_and_not_no_number(exposed: float, is_near: bool) -> None:
+    """Found: one minus what survives was 0 where less than 1e-16 comes back, and all that borrowed its curve
+    was NaN; who leaves was not found any more."""
+    votes = np.zeros((8, 3, BUCKETS))
+    votes[7, 1:] = exposed
+    parents = [0, 0, 0, 2, 3, 4, 5, 6]
+    curves = [0, 1, 2, *(parents[3:] if is_near else [2] * 5)]
+    tree = [np.array(column, np.int64) for column in (parents, curves, [0, 0, 0, 1, 2, 3, 4, 5])]
+    found = [form.hazard_of(votes.copy(), *tree) for form in FORMS]
+    for hazard in found:
+        assert np.isfinite(hazard).all() and (hazard >= 0).all() and hazard.tobytes() == found[0].tobytes()
+        index = gittins_numpy.gittins(hazard, WIDTHS)
+        assert np.isfinite(index).all() and index[7].max() <= index[3].max() <= index[2].max()
+
+
 @built
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 1 << 30))
@@ -149,6 +166,7 @@ def test_what_is_no_tree_of_classes_is_refused_and_let_go() -> None:
         (2, curves - 1),
         (3, levels + 1),
         (3, levels.astype(np.int32)),
+        (1, np.array([0, 0, 0, *range(3, len(parents))])),  # their own parents
         (3, None),
     ):
         with pytest.raises(TypeError, match="age buckets"):

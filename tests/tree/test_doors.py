@@ -9,8 +9,19 @@ import numpy as np
 import pytest
 
 from hiradix.errors import BadNamespace, Misuse
-from hiradix.tree import FULL, Component, Namespace, RadixKey, RadixTree, Tier, TokenLog
+from hiradix.tree import (
+    FULL,
+    Component,
+    Granularity,
+    LruOrder,
+    Namespace,
+    RadixKey,
+    RadixTree,
+    Tier,
+    TokenLog,
+)
 from hiradix.tree.key import namespace, private
+from hiradix.tree.order import OrderFactory
 
 DEVICE = Tier.DEVICE
 NOT_TEXT = ["\ud800", "a\udfff", "x" * 300 + "\udc80", 7, 0, False, 1.5, b"x", ("lora", 1), [], object]
@@ -77,6 +88,38 @@ def test_what_is_no_whole_number_is_no_count(count: Any) -> None:
         RadixKey.first([1, 2, 3], count, Namespace())
     with pytest.raises(TypeError):
         RadixTree(2).evict(0, DEVICE, count)
+
+
+def wasteful(waste: int) -> OrderFactory:
+    """Least recently used first, of which so many times what is wanted leaves."""
+
+    class Order(LruOrder):
+        pass
+
+    Order.waste = waste  # type: ignore[attr-defined]
+    return Order
+
+
+@pytest.mark.parametrize(
+    "own, waste, gone", [(None, 1, 3), (None, 2, 5), (None, 4, 10), (4, 1, 10), (1, 4, 3)]
+)
+def test_an_order_says_how_much_leaves_with_a_victim(own: int | None, waste: int, gone: int) -> None:
+    """Of a node of 10 pages, of which 3 are wanted; `Granularity` has the last word."""
+    tree = RadixTree(1, order=wasteful(waste), granularity=Granularity(waste=own))
+    tree.unlock(tree.insert(RadixKey(range(10)), DEVICE, [np.arange(10)]).lock)
+    victims = tree.coldest(0, DEVICE, 3)
+    assert sum(node.num_pages for node in victims) == gone
+    assert sum(len(freed.pages) for freed in tree.evict(0, DEVICE, 3)) == gone
+    tree.check([])
+
+
+@pytest.mark.parametrize("waste", [0, -1])
+def test_less_than_is_wanted_is_no_waste(waste: int) -> None:
+    """Found: the first eviction split a node at its end."""
+    with pytest.raises(Misuse, match="^waste: "):
+        RadixTree(1, order=wasteful(waste))
+    with pytest.raises(Misuse, match="^waste: "):
+        RadixTree(1, granularity=Granularity(waste=waste))
 
 
 @pytest.mark.parametrize("pages", [[-1], [3, -7], [2**31], [-(2**40)], [*range(100), -1]], ids=str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -10,9 +11,9 @@ from typing import Any
 import pytest
 
 from hiradix.adapters.admission import ANSWER_TOKENS, PRICE_SHARE, EngineAdmission
-from hiradix.adapters.vllm.residency import DevicePrefixes, QueuePrices
+from hiradix.adapters.vllm.residency import DevicePrefixes, IdleBlocks, QueuePrices
 from hiradix.cache.pages import CacheCounters
-from hiradix.policy.admission import make_admission
+from hiradix.policy.admission import FORGET_S, make_admission
 from hiradix.policy.no_regret import NoRegret
 from hiradix.policy.prices import UNMEASURED_RATE, Prices
 
@@ -73,6 +74,18 @@ def test_prices_go_by_where_a_prompt_is() -> None:
     assert queue_prices.price_s(asked) == pytest.approx(prices.first_token_s(40))
 
 
+def test_sessions_whose_blocks_are_known_are_bounded_whatever_their_prompts() -> None:
+    """Found: one without a whole block was kept for ever by policies that let nobody leave."""
+    idle = IdleBlocks(SimpleNamespace(num_gpu_blocks=10, free_block_queue=None, get_cached_block=None), 0)
+    idle.ended("s", [b"0", b"1"])
+    for number in range(1000):
+        idle.ended(f"short {number}", [])
+        idle.ended(f"long {number}", [b"%d" % number] * 3)
+    assert len(idle._names) <= 3 and len(idle._num_users) <= 3
+    idle.ended("long 999", [])
+    assert "long 999" not in idle._names
+
+
 class World:
     """An EngineAdmission with prices that a test sets."""
 
@@ -110,6 +123,27 @@ def test_a_session_that_is_named_is_its_tenants_own() -> None:
     world.add("c", session="x", tenant="one", names=[9])
     of = world.admission.session_of
     assert of("a") == of("c") != of("b")
+
+
+def test_nobody_goes_on_with_another_tenants_prompt() -> None:
+    """Found: its session was both tenants', and the scheduler ended by a KeyError when one of them had left."""
+    world = World()
+    world.add("a", names=[1, 2, 3, 4], tenant="one")
+    world.serve("a")
+    for number in range(20):
+        world.add(f"b{number}", names=[1, 2, 3, 4], tenant=f"two{number}")
+        world.serve(f"b{number}")
+    world.add("c", names=[1, 2, 3, 4, 5], tenant="one")
+    world.add("d", names=[1, 2, 3, 4, 5])
+    world.add("b0", tenant="one")  # its id has been another's
+    of = world.admission.session_of
+    assert of("c") != of("d") == "d" and json.loads(of("c")) == ["one", None, "a"]
+    for rid in ("c", "d", "b0"):
+        world.serve(rid)
+    world.now_s += FORGET_S + 1
+    world.add("e", tenant="one")
+    world.admission.end("e", "abort", 0)
+    assert list(world.admission.policy._tenants) == ["one"]  # type: ignore[attr-defined]
 
 
 def test_a_footprint_has_the_answers_that_have_been_so_far() -> None:

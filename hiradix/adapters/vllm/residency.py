@@ -87,6 +87,8 @@ class IdleBlocks:
     def ended(self, session: str, names: Sequence[bytes]) -> None:
         """A request of `session` with these blocks is over."""
         self._forget(session)
+        if not names:
+            return
         self._names[session] = names
         self._num_users.update(names)
         self._num_names += len(names)
