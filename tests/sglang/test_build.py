@@ -50,7 +50,8 @@ def built(folder: Path, is_tiered: bool, **more: Any) -> Any:
         "lora_paths": [SimpleNamespace(lora_id="0f" * 16, lora_path=str(folder))],
     }  # fmt: skip
     context = SimpleNamespace(
-        model_config=None, params=params, is_hybrid_swa=False, enable_hierarchical_cache=is_tiered,
+        model_config=None, params=params, is_hybrid_swa=False, is_hybrid_ssm=False,
+        enable_hierarchical_cache=is_tiered,
         tp_worker=SimpleNamespace(register_hicache_layer_transfer_counter=lambda gate: None),
     )  # fmt: skip
     return cache_factory._build(context, SimpleNamespace(**flags | more), Api.CHECKPOINT)

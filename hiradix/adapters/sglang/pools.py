@@ -223,7 +223,7 @@ def _spec(name: str, buffer: torch.Tensor, is_paged: bool) -> ArraySpec:
 
 
 @dataclass(frozen=True)
-class _Layer:
+class _OfLayer:
     """One layer's buffer of one array: whole pages of it. is_paged: a row is a page's. number: the model's."""
 
     array: str
@@ -232,11 +232,11 @@ class _Layer:
     number: int
 
 
-def _layers(kvcache: Any, page_size: int) -> list[_Layer]:
+def _layers(kvcache: Any, page_size: int) -> list[_OfLayer]:
     """Each layer's buffers of each array that it has."""
     refuse_class(kvcache)
     return [
-        _Layer(
+        _OfLayer(
             name,
             _cut(kvcache, name, buffer, page_size),
             _is_paged(kvcache, name, buffer, page_size),
@@ -248,14 +248,14 @@ def _layers(kvcache: Any, page_size: int) -> list[_Layer]:
     ]
 
 
-def _layers_of_part(kvcache: Any, part: str, page_size: int) -> list[_Layer]:
+def _layers_of_part(kvcache: Any, part: str, page_size: int) -> list[_OfLayer]:
     """Those of a pool inside another, which may be of some of the model's layers."""
     own = {at: number for number, at in getattr(kvcache, _LAYERS_OF.get(part, ""), {}).items()}
     found = _layers(getattr(kvcache, part), page_size)
     return [replace(layer, number=own.get(layer.number, layer.number)) for layer in found]
 
 
-def _unlike(layers: Sequence[_Layer], page_size: int) -> DevicePool:
+def _unlike(layers: Sequence[_OfLayer], page_size: int) -> DevicePool:
     """A pool whose layers have unlike arrays: one layer, with an array for each of theirs. A layer of
     theirs is there when all of a load is."""
     specs, buffers = [], {}
