@@ -93,7 +93,7 @@ class Prefetcher:
         self._running: list[Prefetch] = []  # not DONE; outlives the handle of an aborted request
         self._loaded: dict[Hashable, tuple[int, int]] = {}  # first page, pages
         self._is_stale = False  # something has happened that may let somebody have room
-        self._lacks_pages = False  # somebody has room, and the host no page for it
+        self._lacking: Prefetch | None = None  # may have room, and the host has not the pages for it
         self.num_held = 0  # pages of the backbone that are held for those who wait, or read, as of `balance`
 
     def _make_reads(
@@ -118,6 +118,7 @@ class Prefetcher:
         self._waiting.clear()
         self._running.clear()
         self._loaded.clear()
+        self._lacking = None
         self.num_short = self.num_held = 0
 
     # -- the request's side -------------------------------------------------------------
@@ -171,7 +172,7 @@ class Prefetcher:
         if p.goes_on or p.phase is PrefetchPhase.DONE or self._has_all(p):
             self._tell(p)
             return True
-        if not self._is_over_time(p):
+        if not self._is_over_time(p) and self._takes_what_there_is(p):
             return False
         self._tell(p)
         self._go_on(p)
@@ -278,6 +279,16 @@ class Prefetcher:
             p.room_limit_s = self.policy.room_wait_s(ahead, p.asked_pages)
         return self._clock() - p.room_since_s >= p.room_limit_s
 
+    def _takes_what_there_is(self, p: Prefetch) -> bool:
+        """Where the host has not the pages for `p`, which could run, read as much as it has pages for: those
+        that are being written, or that others use, are not waited for. False: `p` has nothing to wait for."""
+        other = _waits_with(p)
+        if other is not self._lacking or other.phase is not PrefetchPhase.FOUND:
+            return True
+        self._lacking, self._is_stale = None, True
+        wish = self._want(other)
+        return (wish is None or self._begin(other, wish, is_part=True)) and p.phase is not PrefetchPhase.DONE
+
     def _go_on(self, p: Prefetch) -> None:
         """The request of `p` waits no more for what has not come: it has ended, or has had its time."""
         if self._waiting.has(p):
@@ -341,7 +352,7 @@ class Prefetcher:
 
     def next_round(self) -> None:
         """The engine asks anew, from the next to run on, which of those who wait may run."""
-        if self._waiting.next_round() or self._lacks_pages:
+        if self._waiting.next_round() or self._lacking is not None:
             self._is_stale = True
         self.balance()
 
@@ -349,7 +360,7 @@ class Prefetcher:
     def is_due(self) -> bool:
         """Whether `next_round` may change something although nothing was asked for or has come since the last
         one. Deadlines are looked at by `progress` alone."""
-        return self._is_stale or self._lacks_pages
+        return self._is_stale or self._lacking is not None
 
     def balance(self) -> None:
         """Give room to those who wait for it, the nearest to its turn first. Next to nothing where nothing has
@@ -357,7 +368,7 @@ class Prefetcher:
         if not self._is_stale:
             return
         for _ in range(MAX_ROUNDS):
-            self._is_stale = self._lacks_pages = False
+            self._is_stale, self._lacking = False, None
             candidates = self._candidates()
             if not any(p.phase is PrefetchPhase.FOUND or p.wants_hold for p in candidates):
                 break
@@ -420,15 +431,18 @@ class Prefetcher:
             self._query(p)
         return True
 
-    def _begin(self, p: Prefetch, wish: Wish) -> bool:
+    def _begin(self, p: Prefetch, wish: Wish, is_part: bool = False) -> bool:
         """Hold what the host has of `p`, and read the rest. False: the host has no pages for it, as others
-        than those who wait have them."""
+        than those who wait have them.
+
+        is_part: what there are pages for is enough, as for one that exceeds the room.
+        """
         lock = self._tree.lock(wish.node, HOST)
-        is_alone = not fit(wish.coming, [0] * len(wish.coming), self.caps)
+        is_part = is_part or not fit(wish.coming, [0] * len(wish.coming), self.caps)
         room = [self._supply.host_room(component) for component in range(len(wish.coming))]
-        if not (any(room) if is_alone else fit(wish.coming, [0] * len(room), room)):
+        if not (any(room) if is_part else fit(wish.coming, [0] * len(room), room)):
             self._tree.unlock(lock)
-            self._lacks_pages = True
+            self._lacking = p
             return False
         p.lock, p.anchor = lock, wish.node
         if p.phase is PrefetchPhase.DONE:

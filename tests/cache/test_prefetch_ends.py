@@ -138,30 +138,52 @@ def test_one_who_joined_has_what_came_behind_where_it_began() -> None:
     world.assert_drained()
 
 
-def test_a_prefetch_that_the_host_has_no_page_for_ends_in_time() -> None:
-    """Others than those who wait may have all pages: its request does not wait for them for ever."""
+def test_a_prefetch_that_the_host_has_no_page_for_ends_when_its_request_could_run() -> None:
+    """Others than those who wait have all pages, as those that a slow store is given: nobody waits for them."""
     world = stored_world(4)
     prefetcher, unfulfilled = world.cache.prefetcher, world.cache.counters.unfulfilled
     assert prefetcher.start("r", key(4), world.cache.tree.root)
     taken = world.cache.supply.alloc_host(world.setup.host_pages)
     world.driver.run()
     world.cache.tick()
-    assert not prefetcher.progress("r") and prefetcher.num_short == 1
-    world.driver.advance(prefetcher.policy.room_wait_s(0, 4))
-    assert len(prefetcher) == 1 and prefetcher.progress("r") and len(prefetcher) == 0
+    assert len(prefetcher) == 1 and prefetcher.num_short == 1 and not prefetcher.is_done("r")
+    assert prefetcher.progress("r") and len(prefetcher) == 0
     assert unfulfilled == {"host_capacity": 4} and prefetcher.pop_loaded_span("r") == (0, 0)
     world.cache.supply.free_host(taken)
     world.assert_drained()
 
 
+def test_who_could_run_takes_as_many_host_pages_as_there_are() -> None:
+    """It does not wait for the others, which may be being written; nor does one that joined it."""
+    world = stored_world(4)
+    prefetcher, unfulfilled = world.cache.prefetcher, world.cache.counters.unfulfilled
+    assert prefetcher.start("r", key(4), world.cache.tree.root)
+    assert prefetcher.start("joined", key(4), world.cache.tree.root)
+    taken = world.cache.supply.alloc_host(world.setup.host_pages - 3)
+    world.driver.run()
+    world.cache.tick()
+    assert prefetcher.num_short == 1 and prefetcher.fetching_pages("r") == 4
+    assert not prefetcher.progress("joined") and unfulfilled == {"host_capacity": 1}
+    world.driver.run()
+    world.cache.tick()
+    assert prefetcher.progress("r") and prefetcher.pop_loaded_span("r") == (0, 3)
+    prefetcher.abort("r")
+    world.cache.supply.free_host(taken)
+    world.settle()
+    assert prefetcher.progress("joined"), "what did not come is asked for again"
+    assert prefetcher.pop_loaded_span("joined") == (0, 4)
+    world.assert_drained()
+
+
 def test_who_finds_no_host_page_is_served_when_there_are_some() -> None:
+    """Its turn has not come yet."""
     world = stored_world(4)
     prefetcher = world.cache.prefetcher
     assert prefetcher.start("r", key(4), world.cache.tree.root)
     taken = world.cache.supply.alloc_host(world.setup.host_pages)
     world.driver.run()
     world.cache.tick()
-    assert not prefetcher.progress("r")
+    assert prefetcher.num_short == 1 and not prefetcher.is_done("r")
     world.cache.supply.free_host(taken)
     world.settle()
     assert prefetcher.progress("r") and prefetcher.pop_loaded_span("r") == (0, 4)
