@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from hiradix.tree import (
     TokenLog,
 )
 from hiradix.tree.key import namespace, private
-from hiradix.tree.order import OrderFactory
+from hiradix.tree.order import OrderContext, OrderFactory
 
 DEVICE = Tier.DEVICE
 NOT_TEXT = ["\ud800", "a\udfff", "x" * 300 + "\udc80", 7, 0, False, 1.5, b"x", ("lora", 1), [], object]
@@ -90,14 +91,22 @@ def test_what_is_no_whole_number_is_no_count(count: Any) -> None:
         RadixTree(2).evict(0, DEVICE, count)
 
 
+class Wasteful:
+    """Least recently used first; so many times what is wanted leaves. No subclass: LruOrder may be compiled."""
+
+    def __init__(self, context: OrderContext, waste: int):
+        self.waste = waste
+        self._order = LruOrder(context)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._order, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._order)
+
+
 def wasteful(waste: int) -> OrderFactory:
-    """Least recently used first, of which so many times what is wanted leaves."""
-
-    class Order(LruOrder):
-        pass
-
-    Order.waste = waste  # type: ignore[attr-defined]
-    return Order
+    return lambda context: Wasteful(context, waste)  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize(
