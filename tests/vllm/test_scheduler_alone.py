@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -211,10 +212,13 @@ def test_blocks_of_a_session_that_left_are_evicted_first(ours: Any) -> None:
         asked = SimpleNamespace(block_hashes=hashes, num_tokens=len(prompts[name]) + 1)
         return int(scheduler._device.find(asked))
 
+    def leave(name: str) -> int:
+        return int(scheduler._idle.leave(json.dumps(["", name])))
+
     assert [there(name) for name in "abc"] == [25, 25, 25]
-    assert scheduler._idle.leave("/b") == 0  # there are empty ones
+    assert leave("b") == 0  # there are empty ones
     pool.get_new_blocks(149 - 55 - 4)  # four are left
-    assert scheduler._idle.leave("/c") == 15
+    assert leave("c") == 15
     pool.get_new_blocks(4)
     assert [there(name) for name in "abc"] == [25, 25, 25]
     pool.get_new_blocks(5)
@@ -223,7 +227,7 @@ def test_blocks_of_a_session_that_left_are_evicted_first(ours: Any) -> None:
     assert [there(name) for name in "abc"] == [25, 25, 10]
     pool.get_new_blocks(1)
     assert [there(name) for name in "abc"] == [24, 25, 10]
-    assert scheduler._idle.leave("/c") == scheduler._idle.leave("/nobody") == 0
+    assert leave("c") == leave("nobody") == 0
 
 
 def _prompt_of(tokens: list[int]) -> Any:
