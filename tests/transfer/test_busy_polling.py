@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
 
 from hiradix.transfer import drivers
 from hiradix.transfer.drivers import BREATH_S, BUSY_POLL_S, ThreadDriver
-from hiradix.transfer.worker import Worker
+from hiradix.transfer.worker import Worker, WorkerContext
 from tests.transfer.rig import Rig
 
 
@@ -97,27 +98,19 @@ def test_only_a_poll_that_waits_for_jobs_lets_workers_run() -> None:
     assert rig.controller.poll() == [] and len(asked) == 1
 
 
-class OneStep(Worker):
-    """A worker that has one step to do."""
-
-    name, has_work = "one step", True
-
-    def __init__(self) -> None:
-        self.done = threading.Event()
-
-    def step(self) -> bool:
-        self.done.set()
-        return False
+def idle_worker() -> Worker:
+    """A worker that has nothing to do."""
+    context = WorkerContext({}, lambda task, error: None, lambda: None, threading.Lock(), time.monotonic)
+    return Worker("idle", (), context)
 
 
 @pytest.mark.parametrize("is_same_id", [False, True])
 def test_threads_of_workers_that_are_gone_are_forgotten(is_same_id: bool) -> None:
     """Also that of one whose id() the next worker got: it has ended, or is about to."""
-    driver, worker = ThreadDriver(), OneStep()
-    gone = drivers._WorkerThread(OneStep())
+    driver, worker = ThreadDriver(), idle_worker()
+    gone = drivers._WorkerThread(idle_worker())
     assert gone.worker() is None, "nothing but this line had it"
     driver._threads[id(worker) if is_same_id else 0] = gone
     driver.wake(worker)
-    assert worker.done.wait(30.0)
     assert gone not in driver._threads.values() and len(driver._threads) == 1
     assert driver.stop(worker, 30.0) and gone.stop(30.0)
