@@ -96,4 +96,6 @@ def test_what_waits_while_the_first_is_compared_is_served(world: World) -> None:
     for number in range(4):
         again.add(request(f"again {number}", 6, first=20 * number))
     again.drain()
-    assert again.hit_tokens >= 2 * 5 * S
+    assert again.hit_tokens > 5 * S, (
+        "more than one of them; of what finds the host full of pages to store, a part"
+    )
