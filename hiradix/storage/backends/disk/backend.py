@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from hiradix.errors import ConfigError, StorageError, Unreachable
 from hiradix.storage.backends.disk.bad_slots import FAILURES, LASTING, BadSlots
 from hiradix.storage.backends.disk.config import PATH_KEY, DiskConfig, slot_bytes
-from hiradix.storage.backends.disk.index import IndexEntry
+from hiradix.storage.backends.disk.entry import IndexEntry
 from hiradix.storage.backends.disk.log import WrongFolder
 from hiradix.storage.backends.disk.moves import Move
 from hiradix.storage.backends.disk.probe import choose

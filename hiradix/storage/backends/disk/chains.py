@@ -11,12 +11,9 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
 
+from hiradix.storage.backends.disk.entry import IndexEntry
 from hiradix.storage.backends.disk.record import Name
-
-if TYPE_CHECKING:
-    from hiradix.storage.backends.disk.index import IndexEntry
 
 
 class Waiting:

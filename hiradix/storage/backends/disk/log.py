@@ -20,7 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hiradix.errors import StorageError
-from hiradix.storage.backends.disk.index import Index, IndexEntry
+from hiradix.storage.backends.disk.entry import IndexEntry
+from hiradix.storage.backends.disk.index import Index
 from hiradix.storage.backends.disk.kernel import file_size
 from hiradix.storage.backends.disk.record import (
     FORMAT_VERSION,

@@ -15,7 +15,8 @@ from contextlib import contextmanager
 
 from hiradix.errors import StorageError
 from hiradix.storage.backends.disk.config import OVERHEAD_BYTES, SLOT_OVERHEAD_BYTES, DiskConfig
-from hiradix.storage.backends.disk.index import RETIRED_SHARE, Index, IndexEntry, Shelf, follows_record
+from hiradix.storage.backends.disk.entry import IndexEntry
+from hiradix.storage.backends.disk.index import RETIRED_SHARE, Index, Shelf, follows_record
 from hiradix.storage.backends.disk.log import NAME as LOG_NAME
 from hiradix.storage.backends.disk.log import Log, require_own
 from hiradix.storage.backends.disk.record import BEHIND_NEXT, Kind, Name, Record, packed_name
