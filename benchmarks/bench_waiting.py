@@ -34,25 +34,12 @@ from common import Report, Row  # noqa: E402
 
 from hiradix.apps.engine.api import EngineConfig, SamplingParams  # noqa: E402
 from hiradix.apps.engine.engine import Engine  # noqa: E402
-from hiradix.cache.prefetch import Prefetcher  # noqa: E402
-from hiradix.cache.prefetch_state import Prefetch  # noqa: E402
 from hiradix.config import HiCacheConfig, parse_extra_config  # noqa: E402
-from hiradix.tree import Lock  # noqa: E402
+from tests.cache.nothing_held import NothingHeld  # noqa: E402
 
 PAGE = 16
 DEVICE_TOKENS = 2048
 OUT = Path("build/bench/waiting.json")
-
-
-class NothingHeld(Prefetcher):
-    """Reads for all at once, and keeps nothing of it until they run."""
-
-    @property
-    def caps(self) -> list[int]:
-        return [1 << 40 for _ in self._supply.host_pools]
-
-    def _keep_held(self, p: Prefetch, lock: Lock) -> None:
-        self._unlock(p)
 
 
 def config_of(folder: Path) -> EngineConfig:

@@ -158,7 +158,7 @@ class Prefetcher:
     def in_order(self, handles: Sequence[Hashable]) -> None:
         """The order in which requests that wait will run, next first; those not named are behind. Until this
         is called, it is the order in which `progress` asks for them, else that of their arrival."""
-        if self._waiting.told(handles):
+        if self._waiting.set_order(handles):
             self._is_stale = True
 
     def progress(self, handle: Hashable) -> bool:
@@ -170,11 +170,11 @@ class Prefetcher:
         if not p.goes_on:
             self._look_again(p)
         if p.goes_on or p.phase is PrefetchPhase.DONE or self._has_all(p):
-            self._tell(p)
+            self._report(p)
             return True
         if not self._is_over_time(p) and self._takes_what_there_is(p):
             return False
-        self._tell(p)
+        self._report(p)
         self._go_on(p)
         return True
 
@@ -206,7 +206,7 @@ class Prefetcher:
         """
         p = self._waiting.get(handle)
         if p is not None and self.is_done(handle):
-            self._tell(p)
+            self._report(p)
         return self._loaded.pop(handle, (0, 0))
 
     def stop(self, handle: Hashable) -> None:
@@ -215,7 +215,7 @@ class Prefetcher:
         p = self._waiting.get(handle)
         if p is None:
             return
-        self._tell(p)
+        self._report(p)
         self._waiting.remove(p)
         self._is_stale = True
         if p.phase is PrefetchPhase.DONE:
@@ -240,10 +240,10 @@ class Prefetcher:
         for p in self._running:
             p.end_page = -1
 
-    def _tell(self, p: Prefetch) -> None:
-        """Its request hears that it may run, or waits no more: what was brought for it is told once."""
-        if not p.is_told:
-            p.is_told = True
+    def _report(self, p: Prefetch) -> None:
+        """Its request hears that it may run, or waits no more: what was brought for it is reported once."""
+        if not p.is_reported:
+            p.is_reported = True
             if p.loaded_pages:
                 self._loaded[p.handle] = p.loaded_end - p.loaded_pages, p.loaded_pages
 
@@ -257,7 +257,7 @@ class Prefetcher:
         if node.end < p.had_end or is_served:
             p.num_adopted = self._num_adopted()
             if self._query_again(p, node) and not p.loaded_pages:
-                p.is_told = False
+                p.is_reported = False
 
     def _has_all(self, p: Prefetch) -> bool:
         """Whether what storage has of `p`, which waits for room to read it, is on the host after all."""

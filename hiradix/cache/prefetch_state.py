@@ -65,7 +65,7 @@ class Prefetch:
     num_adopted: float = 0.0  # generations that storage had adopted when it was asked
     num_rooms: int = 0  # how often it was given room to read
     has_waited: bool = False  # for room
-    is_told: bool = False  # its request may run: it was said so
+    is_reported: bool = False  # its request has heard that it may run
     goes_on: bool = False  # its request has waited long enough: nothing is fetched for it any more
     room_since_s: float = -1.0  # when its request was first asked for and had no room; before: less than 0
     room_limit_s: float = 0.0  # the longest it waits for that

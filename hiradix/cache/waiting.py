@@ -1,6 +1,6 @@
 """Who waits, in which order they will run, and the host room that is theirs until then.
 
-    arrival -> order (told, or as the engine asks) -> room, nearest first -> held until the turn or the end
+    arrival -> order (as set, or as the engine asks) -> room, nearest first -> held until the turn or the end
 
 Room is a share of each component's host pool. It counts what is locked for those who wait and what is being
 read for them; a page of several counts once. Who is nearer to its turn is served first: for it those behind
@@ -19,15 +19,15 @@ from hiradix.tree import DEVICE, HOST, Node, RadixTree
 
 
 class WaitingOrder:
-    """Those who wait, next to run first: as told; else in the order in which the engine asks for them; those
-    it says nothing of behind the others, in order of arrival."""
+    """Those who wait, next to run first: as set, else as the engine asks for them; those of which it says nothing
+    behind the others, in order of arrival."""
 
     def __init__(self) -> None:
         self._order: list[Prefetch] = []
         self._by_handle: dict[Hashable, Prefetch] = {}
-        self._told: list[Hashable] = []
+        self._given: list[Hashable] = []
         self._asked: dict[Hashable, None] = {}
-        self._is_told = False
+        self._is_set = False
 
     def __len__(self) -> int:
         return len(self._order)
@@ -48,32 +48,32 @@ class WaitingOrder:
     def add(self, p: Prefetch) -> None:
         self._by_handle[p.handle] = p
         self._order.append(p)
-        self._told.clear()  # which may have named it already
+        self._given.clear()  # which may have named it already
 
     def remove(self, p: Prefetch) -> None:
         del self._by_handle[p.handle]
         self._order.remove(p)
-        self._told.clear()
+        self._given.clear()
 
     def clear(self) -> None:
         self._order.clear()
         self._by_handle.clear()
-        self._told.clear()
+        self._given.clear()
         self._asked.clear()
 
-    def told(self, handles: Sequence[Hashable]) -> bool:
+    def set_order(self, handles: Sequence[Hashable]) -> bool:
         """The order in which they will run. Whether it is another than before; cheap if it is not."""
-        self._is_told = True
+        self._is_set = True
         self._asked.clear()
-        if len(handles) == len(self._told) and list(handles) == self._told:
+        if len(handles) == len(self._given) and list(handles) == self._given:
             return False
         changed = self._sort(handles)
-        self._told = list(handles)
+        self._given = list(handles)
         return changed
 
     def asked(self, p: Prefetch) -> None:
         """The engine asks whether this one may run."""
-        if not self._is_told:
+        if not self._is_set:
             self._asked[p.handle] = None
 
     def next_round(self) -> bool:
@@ -89,7 +89,7 @@ class WaitingOrder:
             return False
         first = set(found)
         self._order = [*found, *(p for p in self._order if p not in first)]
-        self._told.clear()
+        self._given.clear()
         return True
 
     def pages_ahead(self, p: Prefetch, most_held: int) -> int:

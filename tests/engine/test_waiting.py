@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 
 from hiradix.apps.engine import Engine, SamplingParams
-from hiradix.cache.prefetch import Prefetcher
-from hiradix.cache.prefetch_state import Prefetch
 from hiradix.config import parse_extra_config
 from hiradix.prefix_cache import build_prefix_cache
-from hiradix.tree import Lock
+from tests.cache.nothing_held import NothingHeld
 from tests.engine.checkpoints import Reference, prompts
 from tests.engine.conftest import MakeEngine
 from tests.engine.driving import Answer, collect
@@ -97,17 +95,6 @@ def test_what_waits_keeps_what_was_fetched_for_it(restart: MakeEngine, llama: Re
         used, fetched = check(engine, llama, asked, at_once)
         assert used >= 0.95 * fresh and fetched <= 1.1 * used, (at_once, used, fetched, fresh)
         engine.close()
-
-
-class NothingHeld(Prefetcher):
-    """Reads for all at once, and keeps nothing of it until they run."""
-
-    @property
-    def caps(self) -> list[int]:
-        return [1 << 40 for _ in self._supply.host_pools]
-
-    def _keep_held(self, p: Prefetch, lock: Lock) -> None:
-        self._unlock(p)
 
 
 def test_it_is_the_holding_that_does_it(
