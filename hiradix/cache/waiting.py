@@ -19,8 +19,8 @@ from hiradix.tree import DEVICE, HOST, Node, RadixTree
 
 
 class WaitingOrder:
-    """Those who wait, next to run first: as set, else as the engine asks for them; those of which it says nothing
-    behind the others, in order of arrival."""
+    """Those who wait, next to run first: as set, else as the engine asks for them; behind these, in order of
+    arrival, those of which it says nothing."""
 
     def __init__(self) -> None:
         self._order: list[Prefetch] = []

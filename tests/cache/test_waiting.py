@@ -124,6 +124,22 @@ def test_the_last_lets_go_for_one_that_will_run_before_it_and_is_fetched_again()
     planner.gone()
 
 
+def test_room_that_a_nearer_one_may_need_is_kept_while_storage_is_asked_for_it() -> None:
+    planner = Waiting(five())
+    planner.arrive("a")
+    planner.settle()
+    planner.arrive("b")
+    [(ticket, asked)] = planner.book.orders.items()
+    planner.arrive("c")
+    del planner.book.orders[ticket]  # the answer for b is late
+    planner.settle()
+    assert planner.book.num_read == 8, "nothing is read for c"
+    planner.book.orders[ticket] = asked
+    planner.settle()
+    assert planner.held() == ["a", "b"] and planner.book.num_read == 2 * 8
+    planner.gone()
+
+
 def test_what_was_let_go_of_and_is_still_there_is_not_fetched_again() -> None:
     planner = Waiting(five())
     planner.arrive("a", "b", "c")
