@@ -53,10 +53,10 @@ class HostPages(PageAllocator):
     """A host pool's page ids, and the state of those in the tree. freed: pages given back since
     `take_freed`."""
 
-    def __init__(self, num_pages: int, is_told: bool = True) -> None:
+    def __init__(self, num_pages: int, records_freed: bool = True) -> None:
         super().__init__(num_pages)
         self.state: npt.NDArray[np.int8] = np.zeros(num_pages, np.int8)
-        self._is_told = is_told  # somebody calls `take_freed`
+        self._records_freed = records_freed  # somebody calls `take_freed`
         self._freed: list[Pages] = []
 
     def free(self, pages: npt.ArrayLike) -> None:
@@ -64,7 +64,7 @@ class HostPages(PageAllocator):
         given = np.asarray(pages)
         super().free(given)
         self.state[given] = READY
-        if self._is_told:
+        if self._records_freed:
             self._freed.append(given)
 
     def take_freed(self) -> list[Pages]:

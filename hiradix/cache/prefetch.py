@@ -292,7 +292,7 @@ class Prefetcher:
     def _go_on(self, p: Prefetch) -> None:
         """The request of `p` waits no more for what has not come: it has ended, or has had its time."""
         if self._waiting.has(p):
-            p.goes_on = p.is_late = True
+            p.goes_on = p.timed_out = True
             reason = "host_capacity" if p.phase is PrefetchPhase.FOUND else "deadline"
             found = 0 if p.hit is None else len(p.hit.hashes)
             self._supply.counters.miss(reason, found if p.phase is PrefetchPhase.FOUND else p.unread_pages)
@@ -547,7 +547,7 @@ class Prefetcher:
             self._tree.set_hashes(anchor, query.first_hashed, result.hashes[:skip])
         if result.error is not None and not p.stopped:
             self._supply.counters.miss("storage_transfer", p.asked_pages)
-        p.nothing_there = result.error is None and result.num_pages == 0
+        p.found_nothing = result.error is None and result.num_pages == 0
         chain = None if query.first_hashed else result.hashes
         names = result.hashes[skip : skip + result.num_pages]
         after = result.hashes[skip - 1] if skip and result.hashes else query.prior
@@ -634,7 +634,7 @@ class Prefetcher:
             p.phase, self._is_stale = PrefetchPhase.FOUND, True
             return
         was_tried = not primary.stopped or primary.num_rooms > 0
-        may_gain = gained or not was_tried or not (primary.nothing_there or p.gained_nothing)
+        may_gain = gained or not was_tried or not (primary.found_nothing or p.gained_nothing)
         p.gained_nothing = was_tried and not gained
         if not (
             may_gain

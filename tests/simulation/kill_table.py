@@ -248,7 +248,7 @@ BUGS = [
         "a prefetch without a hit never ends",
         "Prefetcher.found",
         "self._finish(_1)",
-        "_1.nothing_there or self._finish(_1)",
+        "_1.found_nothing or self._finish(_1)",
     ),
     bug(
         "27",

@@ -247,7 +247,7 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> HiRadixStats | None:
         if self.scheduler is not None:
-            figures = self.scheduler.take_figures()
+            figures = self.scheduler.take_stats()
         else:
             figures = self._built.role.traffic.take() if self.worker is not None else {}
         return HiRadixStats(figures) if figures else None

@@ -73,7 +73,7 @@ class StepRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class SchedulerCounters:
-    """Tokens and pages since start, as they are told to vLLM."""
+    """Tokens and pages since start, as they are reported to vLLM."""
 
     hit_tokens: int = 0
     saved_pages: int = 0
@@ -103,12 +103,13 @@ class PrefetchCounters:
 
 
 class Changes:
-    """What figures have grown by since they were last told."""
+    """By how much counters have grown between two reports."""
 
     def __init__(self) -> None:
-        self._told: dict[str, float] = {}
+        self._before: dict[str, float] = {}
 
     def until(self, now: Mapping[str, float]) -> dict[str, float]:
         """By name, what differs from the last call's `now`."""
-        told, self._told = self._told, dict(now)
-        return {name: value - told.get(name, 0) for name, value in now.items() if value != told.get(name, 0)}
+        before, self._before = self._before, dict(now)
+        grown = {name: value - before.get(name, 0) for name, value in now.items()}
+        return {name: value for name, value in grown.items() if value}

@@ -126,7 +126,7 @@ class WorkerRole:
         self._step = StepLoads()
         self._gone: list[LoadOrder] = []  # of this step, which can load nothing: said with its own loads
         self._outcomes: list[Outcome] = []
-        self._told: list[Outcome] = []  # of `collect`, for `take_outcomes`
+        self._reported: list[Outcome] = []  # of `collect`, for `take_outcomes`
         self._collected = NOTHING
         self._closing = False
         self.traffic = Traffic()
@@ -236,7 +236,7 @@ class WorkerRole:
     @property
     def is_idle(self) -> bool:
         """Whether nothing runs and nothing is left to report. Any thread may ask."""
-        waiting = self._jobs or self._step.loads or self._gone or self._outcomes or self._told
+        waiting = self._jobs or self._step.loads or self._gone or self._outcomes or self._reported
         return not waiting and self._collected is NOTHING
 
     def collect(self, orders: Orders) -> Collected:
@@ -252,12 +252,12 @@ class WorkerRole:
             if orders.is_awaited and not orders.computes:
                 self._wait_for(lambda: bool(self._outcomes), AWAIT_S)
             collected, self._collected = self._collected, NOTHING
-            self._told, self._outcomes = self._told + self._outcomes, []
+            self._reported, self._outcomes = self._reported + self._outcomes, []
             return collected
 
     def take_outcomes(self) -> tuple[Outcome, ...]:
         """Answers since the last call, as of `collect`: the scheduler hears of a load's end with vLLM."""
-        outcomes, self._told = tuple(self._told), []
+        outcomes, self._reported = tuple(self._reported), []
         return outcomes
 
     def settle(self, timeout_s: float) -> bool:

@@ -77,7 +77,7 @@ class Examiner:
         self._num_asked = 0
         self._num_copied = 0
 
-    def left_s(self) -> float:
+    def remaining_s(self) -> float:
         """Seconds that the run has left; OutOfTime if it has none."""
         left = self._until - self.server.clock()
         if left <= 0:
@@ -123,12 +123,12 @@ class Examiner:
         alone: no other request of ours runs, so the server's counters tell of this one. To call more cached
         than was ever sent is a fault of its own.
         """
-        left_s = self.left_s()
+        remaining_s = self.remaining_s()
         before = await self.server.hits() if alone and self.has_metrics else None
         known = self._num_common(prompt, salt)
         self.note_sent(prompt, salt)
         try:
-            async with asyncio.timeout(left_s + 1):
+            async with asyncio.timeout(remaining_s + 1):
                 ask = self.server.ask_patiently if alone else self.server.ask
                 reply = await ask(prompt, salt=salt, stream=stream)
         except RequestFailed as error:

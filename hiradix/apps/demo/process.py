@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
 
 import httpx
 
@@ -29,21 +28,6 @@ _claims: list[socket.socket] = []
 
 class ServerFailed(CacheError):
     """The server process did not start, died, or did not stop; the message ends with the path of its log."""
-
-
-class Child(Protocol):
-    """What is asked of a process: the part of subprocess.Popen that is used."""
-
-    @property
-    def pid(self) -> int: ...
-
-    def poll(self) -> int | None: ...
-
-    def wait(self, timeout: float | None = None) -> int: ...
-
-    def send_signal(self, sig: int) -> None: ...
-
-    def kill(self) -> None: ...
 
 
 def free_port() -> int:
@@ -93,7 +77,7 @@ class ServerProcess:
         self.log = log
         serve = [sys.executable, "-m", "hiradix.cli", "serve", "--host", "127.0.0.1"]
         self.command = [*serve, "--port", str(self.port), *arguments]
-        self._process: Child | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> ServerProcess:
         if self._process is None:
@@ -124,7 +108,7 @@ class ServerProcess:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._process = self._spawn()
 
-    def _spawn(self) -> Child:
+    def _spawn(self) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as log:
             return subprocess.Popen(
                 self.command,

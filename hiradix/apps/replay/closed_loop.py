@@ -56,7 +56,7 @@ class ServerRates:
 
 @dataclass(slots=True)
 class AgentCall:
-    """A request from its arrival to its answer's end. left_s: of its service; None: it has not begun."""
+    """A request from its arrival to its answer's end. remaining_s: of its service; None: it has not begun."""
 
     agent: int
     turn: int
@@ -67,7 +67,7 @@ class AgentCall:
     num_answer: int
     priced_at: int = -1
     price_s: float = 0.0
-    left_s: float | None = None
+    remaining_s: float | None = None
     lock: Lock | None = None
     done: Lock | None = None
     pages: Pages | None = None
@@ -194,11 +194,11 @@ class ClosedLoop:
         prices = {rid: self._price_s(call) for rid, call in self._waiting.items()}
         for rid in self.policy.order(self._now_s, prices):
             call = self._waiting[rid]
-            if call.left_s is None and not self._start(rid, call):
+            if call.remaining_s is None and not self._start(rid, call):
                 continue
-            left_s = call.left_s or 0.0
-            now_s = min(left_s, self.server.chunk_tokens / self.server.machine.prefill_rate)
-            call.left_s = left_s - now_s
+            remaining_s = call.remaining_s or 0.0
+            now_s = min(remaining_s, self.server.chunk_tokens / self.server.machine.prefill_rate)
+            call.remaining_s = remaining_s - now_s
             self._is_busy = True
             self._at(self._now_s + now_s, partial(self._served, rid, call))
             return
@@ -213,7 +213,7 @@ class ClosedLoop:
     def _served(self, rid: str, call: AgentCall) -> None:
         """A chunk was computed; with the last one the first token is there."""
         self._is_busy = False
-        if (call.left_s or 0.0) > _ANSWERED_S:
+        if (call.remaining_s or 0.0) > _ANSWERED_S:
             return
         del self._waiting[rid]
         due_s = self.policy.waiting[rid].deadline_s - call.arrived_s
@@ -238,8 +238,8 @@ class ClosedLoop:
 
     def _price_s(self, call: AgentCall) -> float:
         """Seconds to its first token. Looked up again only where pages have come or gone."""
-        if call.left_s is not None:
-            return call.left_s
+        if call.remaining_s is not None:
+            return call.remaining_s
         counters = self.simulated.cache.counters
         at = counters.evicted_device + counters.evicted_host + counters.loaded
         if call.priced_at != at:
@@ -291,7 +291,7 @@ class ClosedLoop:
     def _count(self, call: AgentCall, on_device: int, found: int, fetched: int) -> None:
         stored = min(fetched, found - on_device)
         host, missing = found - on_device - stored, len(call.key) - found
-        call.price_s = call.left_s = self.server.price_s(missing, host, stored)
+        call.price_s = call.remaining_s = self.server.price_s(missing, host, stored)
         self._num_blocks += len(call.key)
         for tier, count in (("device", on_device), ("host", host), ("storage", stored)):
             self._hits[tier] += count

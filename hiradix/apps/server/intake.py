@@ -1,14 +1,23 @@
-"""What comes in at one time: bodies that are read, parsed and tokenised."""
+"""Requests' bodies on their way in: read within a time and a size, parsed, tokenised; a cap on all at once."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+from starlette.requests import ClientDisconnect, Request
 
 from hiradix.apps.server.bounded_executor import BoundedExecutor
-from hiradix.apps.server.schema import MAX_BODY_BYTES, ApiError
+from hiradix.apps.server.schema import ApiError, parse_body, parse_json
 from hiradix.errors import Misuse
 
+MAX_BODY_BYTES = 32 * 1024 * 1024
+MAX_ADMIN_BODY_BYTES = 256 * 1024
+BODY_TIMEOUT_S = 120.0
+CLIENT_CLOSED_REQUEST = 499
 MAX_BYTES = 4 * MAX_BODY_BYTES
 FREE_BYTES = 64 * 1024
 """Bytes of each body that the cap on all bodies does not count: short requests pass while long ones wait."""
@@ -19,6 +28,7 @@ MAX_PARSED = 1024
 TOKENISE_TIMEOUT_S = 60.0
 
 T = TypeVar("T")
+Body = TypeVar("Body", bound=BaseModel)
 Encode = Callable[[], Sequence[int]]
 
 
@@ -85,3 +95,36 @@ class BodyShare:
     async def work(self, do: Callable[[], T], num_bytes: int) -> T:
         """What `do` gives, which parses the body."""
         return await self._intake.parse(do, num_bytes)
+
+
+async def read_json(request: Request) -> Any:
+    """An administrator's JSON body, short enough to be parsed on the event loop; ApiError otherwise."""
+    return parse_json(await _received(request))
+
+
+async def read_body(request: Request, model: type[Body], share: BodyShare) -> Body:
+    """The request's body as a checked record; ApiError naming the first field at fault. EngineBusy or
+    TimeoutError where too many bodies wait to be parsed."""
+    data = await _received(request, share)
+    return await share.work(partial(parse_body, data, model), len(data))
+
+
+async def _received(request: Request, share: BodyShare | None = None) -> bytes:
+    try:
+        return await asyncio.wait_for(_read(request, share), BODY_TIMEOUT_S)
+    except ClientDisconnect as error:
+        raise ApiError("the client left", status=CLIENT_CLOSED_REQUEST) from error
+    except TimeoutError as error:
+        raise ApiError(f"the body did not come within {BODY_TIMEOUT_S:g} s", status=408) from error
+
+
+async def _read(request: Request, share: BodyShare | None) -> bytes:
+    most = MAX_ADMIN_BODY_BYTES if share is None else MAX_BODY_BYTES
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > most:
+            raise ApiError(f"the body is larger than {most} bytes", status=413)
+        if share is not None:
+            share.grown_to(len(data))
+    return bytes(data)

@@ -57,13 +57,13 @@ class _Ending:
         self._timer: threading.Timer | None = None
 
     @property
-    def left_s(self) -> float:
+    def remaining_s(self) -> float:
         """Seconds that are left, infinite until a signal came."""
         return self._deadline_s - time.monotonic()
 
     def within(self, seconds: float) -> None:
         """Let it end so soon, or sooner where that was asked for before."""
-        if seconds >= self.left_s:
+        if seconds >= self.remaining_s:
             return
         self._deadline_s = time.monotonic() + seconds
         if self._timer is not None:
@@ -221,7 +221,7 @@ def _run(service: EngineService, config: ServeConfig, listener: socket.socket) -
     ending.within(config.shutdown_timeout_s)  # where it was the engine that ended
     try:
         with _stop_on_signals():  # the loop took the handlers with it
-            if not service.close(max(ending.left_s, LEAST_CLOSE_S)):
+            if not service.close(max(ending.remaining_s, LEAST_CLOSE_S)):
                 logger.warning("the deadline passed before all transfers had ended")
     except _Stopped:
         logger.warning("stopped by a second signal before all transfers had ended")
