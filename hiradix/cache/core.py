@@ -352,11 +352,11 @@ class HierarchicalCache:
         self.settle()
         deadline = self._clock() + timeout_s
         while len(self.in_flight) and self.controller is not None:
-            left = deadline - self._clock()
-            if left < CLOCK_STEP_S:
+            remaining_s = deadline - self._clock()
+            if remaining_s < CLOCK_STEP_S:
                 return False
             self.start_loading()
-            self.controller.wait(self.in_flight.tickets(), min(left, COPY_WAIT_S))
+            self.controller.wait(self.in_flight.tickets(), min(remaining_s, COPY_WAIT_S))
             self.settle()
         return True
 

@@ -271,8 +271,8 @@ class Sharing:
             kept = set(self._holders).difference(free)
             if exceeds and (kept or not may_exceed):
                 return False
-            left = HeldPages(self._tree, kept)
-            if not exceeds and not fit(left.pages, self._needed(left, wish), self._caps):
+            remaining = HeldPages(self._tree, kept)
+            if not exceeds and not fit(remaining.pages, self._needed(remaining, wish), self._caps):
                 return False
             self._make_room(wish, free, exceeds)
         if not self._calls.begin(p, wish):

@@ -54,15 +54,15 @@ def digests_of(files: Iterable[Path], make: Make, look: Look = lambda stream: b"
     look: pieces of an open file, or their digest: a note is used only where they are the same.
     """
     found: dict[Path, bytes] = {}
-    left = {file: _Note(file, look) for file in files}
-    while left:
-        before = len(left)
-        for file, note in list(left.items()):
+    pending = {file: _Note(file, look) for file in files}
+    while pending:
+        before = len(pending)
+        for file, note in list(pending.items()):
             digest = note.digest(make)
             if digest is not None:
                 found[file] = digest
-                del left[file]
-        if left and len(left) == before:
+                del pending[file]
+        if pending and len(pending) == before:
             time.sleep(_POLL_S)
     return found
 

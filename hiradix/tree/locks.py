@@ -20,9 +20,9 @@ from hiradix.tree.order import EvictionOrder
 Changed = tuple[list[Residency], list[Residency]]  # per tier: backbone entries, deepest first
 
 
-def pin_backbone(node: Node, tier: int, left: Changed) -> None:
-    """One more reason to keep `node`; `left` gets the entries that are no longer evictable."""
-    found = left[tier]
+def pin_backbone(node: Node, tier: int, no_longer_evictable: Changed) -> None:
+    """One more reason to keep `node`; `no_longer_evictable` gets the entries that were evictable."""
+    found = no_longer_evictable[tier]
     while (parent := node.parent) is not None:
         entry = node.host if tier else node.device
         if entry.lock_ref:
@@ -32,13 +32,13 @@ def pin_backbone(node: Node, tier: int, left: Changed) -> None:
         if entry.pages is not None:
             found.append(entry)
         elif (node.device if tier else node.host).pages is not None:
-            pin_backbone(node, 1 - tier, left)
+            pin_backbone(node, 1 - tier, no_longer_evictable)
         node = parent
 
 
-def unpin_backbone(node: Node, tier: int, joined: Changed) -> None:
-    """Undo one `pin_backbone`; `joined` gets the entries that are evictable now."""
-    found = joined[tier]
+def unpin_backbone(node: Node, tier: int, evictable: Changed) -> None:
+    """Undo one `pin_backbone`; `evictable` gets the entries that are evictable now."""
+    found = evictable[tier]
     while (parent := node.parent) is not None:
         entry = node.host if tier else node.device
         if entry.lock_ref <= 0:
@@ -49,7 +49,7 @@ def unpin_backbone(node: Node, tier: int, joined: Changed) -> None:
         if entry.pages is not None:
             found.append(entry)
         elif (node.device if tier else node.host).pages is not None:
-            unpin_backbone(node, 1 - tier, joined)
+            unpin_backbone(node, 1 - tier, evictable)
         node = parent
 
 
@@ -65,9 +65,9 @@ class Pinning:
         if entry.lock_ref:
             entry.lock_ref += 1
             return
-        left: Changed = ([], [])
-        pin_backbone(node, tier, left)
-        device, host = left
+        pinned: Changed = ([], [])
+        pin_backbone(node, tier, pinned)
+        device, host = pinned
         orders = self._orders[BACKBONE]
         if device:
             orders[0].remove(device)
@@ -80,9 +80,9 @@ class Pinning:
         if entry.lock_ref > 1:
             entry.lock_ref -= 1
             return 0
-        joined: Changed = ([], [])
-        unpin_backbone(node, tier, joined)
-        device, host = joined
+        unpinned: Changed = ([], [])
+        unpin_backbone(node, tier, unpinned)
+        device, host = unpinned
         orders = self._orders[BACKBONE]
         if device:
             orders[0].push(device)

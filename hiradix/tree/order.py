@@ -187,8 +187,8 @@ class UnneededFirst:
 
     def victims(self, num_pages: int) -> list[Residency]:
         found = self._unneeded.victims(num_pages)
-        left = num_pages - sum(len(entry.pages) for entry in found if entry.pages is not None)
-        return found + self._rest.victims(left) if left > 0 else found
+        remaining = num_pages - sum(len(entry.pages) for entry in found if entry.pages is not None)
+        return found + self._rest.victims(remaining) if remaining > 0 else found
 
     def push(self, entries: Iterable[Residency]) -> None:
         self._rest.push(entries)

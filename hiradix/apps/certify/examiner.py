@@ -79,10 +79,10 @@ class Examiner:
 
     def remaining_s(self) -> float:
         """Seconds that the run has left; OutOfTime if it has none."""
-        left = self._until - self.server.clock()
-        if left <= 0:
+        remaining_s = self._until - self.server.clock()
+        if remaining_s <= 0:
             raise OutOfTime
-        return left
+        return remaining_s
 
     def passage(self, name: str, share: float = 1.0, *, is_start: bool = True) -> Passage:
         """Text of about that share of `prompt_tokens`."""

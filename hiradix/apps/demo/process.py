@@ -36,9 +36,9 @@ def free_port() -> int:
     Not one that the kernel gives to connections, which could take it before a slow server does, nor one that
     another process was given by this and that still lives. Raises ServerFailed if there is none.
     """
-    left = [port for port in _PORTS if port not in _given]
-    while left:
-        port = left.pop(_random.randrange(len(left)))
+    candidates = [port for port in _PORTS if port not in _given]
+    while candidates:
+        port = candidates.pop(_random.randrange(len(candidates)))
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))

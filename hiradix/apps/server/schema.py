@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
-
 from starlette.requests import Request
 
 from hiradix.apps.engine.api import SamplingParams, Scope

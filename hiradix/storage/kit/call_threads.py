@@ -245,10 +245,10 @@ def scatter(source: memoryview, page: Page) -> None:
 def fill_head(source: memoryview, page: Page) -> None:
     """Copy `source`, no longer than the page, to the page's beginning."""
     head: list[memoryview] = []
-    left = source.nbytes
+    remaining = source.nbytes
     for view in page:
-        head.append(view.cast("B")[:left])
-        left -= head[-1].nbytes
+        head.append(view.cast("B")[:remaining])
+        remaining -= head[-1].nbytes
     scatter(source, head)
 
 

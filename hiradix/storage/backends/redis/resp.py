@@ -134,19 +134,19 @@ class RespStream:
         return [self._line(_BUFFER_BYTES) for _ in range(count)]
 
     def _send(self, parts: Sequence[memoryview]) -> None:
-        left = [part.cast("B") for part in parts if part.nbytes]
+        pending = [part.cast("B") for part in parts if part.nbytes]
         if isinstance(self._sock, ssl.SSLSocket):  # has no sendmsg
-            for part in left:
+            for part in pending:
                 self._sock.sendall(part)
             return
         at = 0
-        while at < len(left):
-            sent = self._sock.sendmsg(left[at : at + _IOV])
-            while at < len(left) and sent >= len(left[at]):
-                sent -= len(left[at])
+        while at < len(pending):
+            sent = self._sock.sendmsg(pending[at : at + _IOV])
+            while at < len(pending) and sent >= len(pending[at]):
+                sent -= len(pending[at])
                 at += 1
             if sent:
-                left[at] = left[at][sent:]
+                pending[at] = pending[at][sent:]
 
     def _line(self, read_ahead: int) -> bytes:
         searched = self._start
