@@ -1,11 +1,11 @@
-"""Who waits, in which order they will run, and the host room that is theirs until then.
+"""Waiting requests: the order in which they will run, and the host pages reserved for them until then.
 
     arrival -> order (as set, or as the engine asks) -> room, nearest first -> held until the turn or the end
 
-Room is a share of each component's host pool. It counts what is locked for those who wait and what is being
-read for them; a page of several counts once. Who is nearer to its turn is served first: for it those behind
-let go of what was fetched for them, the last one first. With several tenants who beyond an equal share of the
-room gets more only once all others have what they want; what has come for it stays until its turn.
+The room is a share of each component's host pool: pages locked for waiting requests and pages being read for
+them; a page that several need counts once. Requests nearer to their turn come first: for them those behind let
+go of their pages, the last one first. With several tenants a tenant may go beyond an equal share only once all
+others have what they need, and keeps such pages until its turn.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from hiradix.tree import DEVICE, HOST, Node, RadixTree
 
 
 class WaitingOrder:
-    """Those who wait, next to run first: as set, else as the engine asks for them; behind these, in order of
-    arrival, those of which it says nothing."""
+    """The prefetches of waiting requests, next to run first.
+
+    The order is the one given by `set_order`; until that is called, the one in which the engine asks for them
+    (`asked`). Those it does not name stand behind, in order of arrival.
+    """
 
     def __init__(self) -> None:
         self._order: list[Prefetch] = []
@@ -42,7 +45,7 @@ class WaitingOrder:
         return self._by_handle.get(handle)
 
     def has(self, p: Prefetch) -> bool:
-        """Whether the request of `p` still waits, and for this one."""
+        """Whether the request of `p` still waits, and for this prefetch, not a later one of the same handle."""
         return self._by_handle.get(p.handle) is p
 
     def add(self, p: Prefetch) -> None:
@@ -62,7 +65,7 @@ class WaitingOrder:
         self._asked.clear()
 
     def set_order(self, handles: Sequence[Hashable]) -> bool:
-        """The order in which they will run. Whether it is another than before; cheap if it is not."""
+        """Set the order in which they will run. Returns whether it has changed; cheap if it has not."""
         self._is_set = True
         self._asked.clear()
         if len(handles) == len(self._given) and list(handles) == self._given:
@@ -72,12 +75,13 @@ class WaitingOrder:
         return changed
 
     def asked(self, p: Prefetch) -> None:
-        """The engine asks whether this one may run."""
+        """Note that the engine asks whether this one may run."""
         if not self._is_set:
             self._asked[p.handle] = None
 
     def next_round(self) -> bool:
-        """The engine begins to ask anew: whether those it has asked for stood in another order."""
+        """The engine starts a new scheduler step: take over the order in which it asked. Returns whether that is
+        another one."""
         if not self._asked:
             return False
         asked, self._asked = list(self._asked), {}
@@ -93,8 +97,8 @@ class WaitingOrder:
         return True
 
     def pages_ahead(self, p: Prefetch, most_held: int) -> int:
-        """Pages that are to be fetched before those of `p`, as far as that is known, and those, `most_held` at
-        most, that are held for who runs before it."""
+        """Pages to be fetched before those of `p`, as far as known, plus the pages held for requests before it,
+        `most_held` at most."""
         held = total = 0
         for other in self._order:
             if other is p:
@@ -107,7 +111,8 @@ class WaitingOrder:
 
 
 class HeldPages:
-    """Host pages that are kept or will be filled for some who wait, of each component; each counts once."""
+    """Host pages that are held, or being filled, for a set of waiting requests: counts per component, each page
+    once."""
 
     def __init__(self, tree: RadixTree, holders: Iterable[Prefetch] = ()) -> None:
         self.pages = [0] * len(tree.components)
@@ -117,18 +122,18 @@ class HeldPages:
             self.add(p)
 
     def add(self, p: Prefetch) -> list[int]:
-        """Count what is held for `p`. What that adds."""
+        """Count the pages held for `p`. Returns how many that adds, per component."""
         added = self._of(p, True)
         for component, more in enumerate(added):
             self.pages[component] += more
         return added
 
     def more(self, p: Prefetch) -> list[int]:
-        """What `add` would add."""
+        """How many pages `add` would add."""
         return self._of(p, False)
 
     def more_at(self, *nodes: Node) -> list[int]:
-        """What locks on `nodes` would add."""
+        """How many pages locks on `nodes` would add."""
         count = range(len(self.pages))
         return self._walk([(node, [self._tree.floor(node, c) for c in count]) for node in nodes], False)
 
@@ -165,7 +170,7 @@ class HeldPages:
 
 
 def on_device_only(tree: RadixTree, node: Node) -> bool:
-    """Whether a lock on `node` would keep pages of the device, as the host has not got all that it needs."""
+    """Whether a HOST lock on `node` would keep device pages, as some of its path have no host copy."""
     for component in range(len(tree.components)):
         for n in tree.path(node, tree.floor(node, component)):
             if n.residency(component, HOST).pages is None:
@@ -174,13 +179,14 @@ def on_device_only(tree: RadixTree, node: Node) -> bool:
 
 
 def fit(have: Sequence[int], more: Sequence[int], caps: Sequence[int]) -> bool:
-    """Whether `more` pages of each component fit beside those that are there."""
+    """Whether `have` plus `more` pages stay within `caps`, for every component."""
     return all(a + b <= cap for a, b, cap in zip(have, more, caps, strict=True))
 
 
 class Wish(NamedTuple):
-    """Room for one who waits: for what the path of `node` has on the host, a boundary, and for so many pages
-    of each component that are read to it. beside: where what is kept meanwhile ends, in no boundary."""
+    """The room one waiting request needs: the host pages on the path of `node`, a boundary, and `coming` pages
+    per component that are to be read. beside: the node up to which resident pages are kept while they are read;
+    it need not be a boundary."""
 
     node: Node
     beside: Node
@@ -188,8 +194,8 @@ class Wish(NamedTuple):
 
 
 class Calls(NamedTuple):
-    """want(p): the room `p` needs, None if it needs none. begin(p, wish): it has it; False: the host has no
-    pages. let_go(p): nothing is held for `p` any more."""
+    """What `Sharing` has the prefetcher do. want(p): the room `p` needs, None if none. begin(p, wish): hold and
+    read; False if the host has no pages for it. let_go(p): release the pages held for `p`."""
 
     want: Callable[[Prefetch], Wish | None]
     begin: Callable[[Prefetch, Wish], bool]
@@ -197,10 +203,10 @@ class Calls(NamedTuple):
 
 
 class Sharing:
-    """Shares the room out, once.
+    """One round of sharing the room out.
 
-    caps: pages of each component. holders: all that have room. What is being read is not let go of: its pages
-    are on their way.
+    caps: pages per component. holders: all that have room. A request whose pages are being read never lets go:
+    they are in flight.
     """
 
     def __init__(self, tree: RadixTree, caps: Sequence[int], holders: list[Prefetch], calls: Calls) -> None:
@@ -209,18 +215,18 @@ class Sharing:
         self._holders = holders
         self._calls = calls
         self._total = HeldPages(tree, holders)
-        self._near: list[Prefetch] = []  # have room, and keep it whoever asks next
+        self._near: list[Prefetch] = []  # have room and keep it in this round
         self._beyond: list[Prefetch] = []  # have room beyond their tenant's share
 
     def share_out(self, candidates: Sequence[Prefetch]) -> None:
-        """Give room to those of `candidates`, nearest first, who need some and can have it. It ends at the
-        first who cannot: what is left is kept for him."""
+        """Give room to `candidates` that need it, nearest first. Ends at the first for which there is not
+        enough: what remains is kept for that one."""
         tenants = {p.key.space.tenant for p in candidates}
         share = [cap // max(1, len(tenants)) for cap in self._caps]
         near, used = HeldPages(self._tree), dict[str, list[int]]()
         later: list[Prefetch] = []
-        over: set[str] = set()  # whose next one does not fit its share
-        expected = 0  # pages that those nearer may need, which are still being asked for
+        over: set[str] = set()  # tenants whose next request does not fit their share
+        expected = 0  # pages that nearer requests may need, of which storage is still being asked
         for at, p in enumerate(candidates):
             tenant = p.key.space.tenant
             if p.has_room:
@@ -260,9 +266,9 @@ class Sharing:
                 return
 
     def _give(self, p: Prefetch, wish: Wish, behind: Sequence[Prefetch], may_exceed: bool) -> bool:
-        """Give `p` its room, for which those behind it let go, the last one first. False: it cannot have it.
+        """Give `p` its room; requests behind it let go for that, the last one first. False: not possible.
 
-        may_exceed: where its pages alone exceed the cap it has it all, once nobody else has any.
+        may_exceed: a request whose pages alone exceed the cap may have all of it, once nobody else has any.
         """
         if not fit(self._total.pages, self._needed(self._total, wish), self._caps):
             alone = self._needed(HeldPages(self._tree), wish)
@@ -298,6 +304,6 @@ def _sum(one: Sequence[int] | None, other: Sequence[int]) -> list[int]:
 
 
 def _behind(p: Prefetch, some: Sequence[Prefetch], order: Sequence[Prefetch]) -> list[Prefetch]:
-    """Those of `some` that stand behind `p`."""
+    """The prefetches in `some` that stand behind `p` in `order`."""
     at = order.index(p)
     return [q for q in some if order.index(q) > at]
