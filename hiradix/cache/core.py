@@ -55,7 +55,7 @@ COPY_WAIT_S: Final = 5.0  # longest the scheduler waits for device copies that f
 
 @dataclass(frozen=True)
 class HostTier:
-    """What the cache needs below the device tier; without it the cache is device-only."""
+    """The parts below the device tier; without them the cache is device-only."""
 
     pages: Sources  # host pages of each of the tree's components, or of its only one
     controller: HiCacheController

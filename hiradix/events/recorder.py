@@ -112,7 +112,7 @@ class KVEvents:
                     self.stored(node, tier)
 
     def take_changes(self) -> list[TierChange]:
-        """What was noted since the last call, for `events_of`."""
+        """The changes noted since the last call, for `events_of`."""
         changes, self._changes = self._changes, []
         return changes
 

@@ -186,7 +186,7 @@ def _shows_changes(stream: BinaryIO) -> bool:
 
 
 def _stat_of(stream: BinaryIO) -> tuple[str, ...]:
-    """What tells an open file from another, and from itself after a change. Asked of the open file, since a
+    """Identifies an open file and its present contents. Taken from the descriptor, since a
     network file system looks again when it opens one."""
     stat = os.fstat(stream.fileno())
     return tuple(map(str, (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)))

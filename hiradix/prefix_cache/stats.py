@@ -1,4 +1,4 @@
-"""What a prefix cache tells people and metrics: a snapshot of sizes, counts and transfers, in tokens."""
+"""A snapshot of a prefix cache for logs and metrics: sizes, counts and transfers, in tokens."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ def _digest(files: Iterable[Path]) -> str:
 
 
 def _blob_name(file: Path) -> str | None:
-    """What a file of Hugging Face's cache is called by its contents; None of others."""
+    """The content hash by which Hugging Face's cache names a file; None for other files."""
     target = file.resolve()
     is_blob = file.is_symlink() and target.parent.name == "blobs" and _SHA256.fullmatch(target.name)
     return target.name if is_blob else None

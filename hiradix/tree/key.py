@@ -40,7 +40,7 @@ class Namespace:
 
     @property
     def seed(self) -> bytes:
-        """What a chain of page hashes starts from."""
+        """The seed of this namespace's chains of page hashes."""
         return namespace_seed(self.extra_key, self.cache_salt)
 
     @property

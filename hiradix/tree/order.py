@@ -17,7 +17,7 @@ from hiradix.tree.node import Component, Node, Residency, Tier
 
 @dataclass(frozen=True)
 class OrderContext:
-    """What an order is made for. backbone: its entries may only leave leaf first."""
+    """The component and tier that an order is made for. backbone: entries may only be evicted leaf first."""
 
     component: Component
     tier: Tier

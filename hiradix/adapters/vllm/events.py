@@ -1,4 +1,4 @@
-"""What the host tier has, reported in vLLM's block hashes, so that routers see one name per block in every tier.
+"""Events of the host tier in vLLM's block hashes, so that routers see one name per block in every tier.
 
 Named from the request that brought a page in. The connector gives it vLLM's event types, so that it can be
 tested without vLLM.

@@ -200,7 +200,7 @@ class SchedulerRole:
         )
 
     def _blocks(self, table: BlockTables) -> BlockTables:
-        """Those of each component, of the blocks of all KV cache groups."""
+        """The block table of each component, from those of all KV cache groups."""
         return [table[group] for group in self.plan.groups]
 
     def finished(self, request: EngineRequest, table: BlockTables) -> None:
@@ -232,7 +232,7 @@ class SchedulerRole:
             self.index.drop_lost()  # which it may have held
 
     def _fetched(self, request_id: Hashable, first: int, node: Node) -> None:
-        """What was read for a request is on the host: its pages from page `first` to the end of `node`."""
+        """Pages read for a request are on the host: from page `first` to the end of `node`."""
         tracked = self.requests.get(str(request_id))
         if tracked is not None:
             self._record_entered(tracked, first, self.index.tree.pages(node, Tier.HOST, first))
@@ -300,7 +300,7 @@ class SchedulerRole:
         return Orders(fences, jobs, storage, bool(scheduled), is_awaited)
 
     def _measure(self, scheduled: Sequence[StepRequest], num_tokens: int, is_loading: bool) -> None:
-        """What computing costs is measured by steps that wait for no load and compute mostly prompts."""
+        """Measure the cost of computing, by steps that wait for no load and compute mostly prompts."""
         if is_loading and not self.plan.load_async:
             self.meter.forget()
         else:
@@ -412,7 +412,7 @@ class SchedulerRole:
         self.prefetcher.policy = asked.prefetch or self.prefetcher.policy
 
     def _storage_came(self) -> None:
-        """What fetches have brought so far says nothing of it, nor of what it has."""
+        """Storage was attached: forget what was measured of fetches, and which pages are stored."""
         self.no_regret.attached()
         self.index.tree.forget_stored()
 
@@ -423,7 +423,7 @@ class SchedulerRole:
             self.plan.events.record_stored(owner, start, pages)
 
     def take_events(self) -> list[Any]:
-        """What entered and left the host since the last call; none where nobody listens."""
+        """The events of host pages since the last call; none where nobody listens."""
         freed = self.index.take_freed()
         if self.plan.events is None:
             return []

@@ -1,4 +1,4 @@
-"""What the scheduler role is made from, and the records it keeps."""
+"""The scheduler role's settings, and the records it keeps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True)
 class SchedulerPlan:
-    """What the role is built from. groups: the KV cache group of each of the index's components.
+    """The role's settings. groups: the KV cache group of each of the index's components.
 
     load_async: loads run beside other requests' steps, and their request waits for them. stored: the storage
     that workers are started with. keeps_storage: a reset says nothing of what is stored. no_regret: what is

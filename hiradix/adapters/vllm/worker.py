@@ -51,7 +51,7 @@ Order = SaveOrder | LoadOrder | StorageJob
 
 @dataclass
 class Collected:
-    """What a step's end reports to vLLM itself. failed_blocks: of loads for that very step."""
+    """The report to vLLM at a step's end. failed_blocks: of loads for that very step."""
 
     loaded: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
@@ -84,7 +84,7 @@ class StepLoads:
             self.fail(result.error)
 
     def fail(self, error: str) -> None:
-        """What the step computes is not to be kept."""
+        """A load for the step has failed: its results must not be kept."""
         self.error = self.error or error
 
     def forget(self) -> None:

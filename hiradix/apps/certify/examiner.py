@@ -278,7 +278,7 @@ class Examiner:
             self.find(arm, Fault.ANSWER, said, None, reply)
 
     async def _compare(self, arm: Arm, prompt: Prompt, reference: Reply, reply: Reply) -> None:
-        """What looks wrong is held against further cold answers before it is called so."""
+        """Compare a suspect answer with further cold answers before it is called wrong."""
         found = self.judge.compare(reference, reply)
         is_lost = prompt.truth in reference.text and prompt.truth not in reply.text
         is_wrong = found.kind in (Likeness.WRONG, Likeness.DRIFT) or (

@@ -1,4 +1,4 @@
-"""What callers of the reference engine pass in and get back: frozen records, no torch, no threads."""
+"""The reference engine's requests and answers: frozen records, no torch, no threads."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What one step produced for one request; the last one of a request carries `finish_reason`.
+    """The output of one step for one request; a request's last one carries `finish_reason`.
 
     `token_ids` are new since the previous Output (empty at most in the last). `text` is the new text, held
     back while it may be the beginning of a stop string or of a character, and cut before a stop string; it

@@ -58,7 +58,7 @@ class EnginePools:
         return (self.device,) if self.hybrid is None else (self.hybrid.full, self.hybrid.other)
 
     def of_pass(self, buffers: Sequence[KVBuffers]) -> Pools:
-        """What a forward pass reads and writes: `buffers` of all the pools, and which layers are where."""
+        """The pools as a forward pass reads and writes them: `buffers` of each, and which layers it has."""
         hybrid = self.hybrid
         if hybrid is None:
             return Pools([LayerPool(buffers[0], range(self.device.shape.num_layers))])

@@ -204,8 +204,8 @@ class Scheduler:
             remaining = None if remaining is None else remaining - part.num_tokens
 
     def _in_turn(self, under_way: list[Request], remaining: int | None) -> list[Request]:
-        """Who may compute its prompt, the next first: those that were answered before they were retracted, then
-        as `turns` has them. A prefill under way that it leaves out comes last."""
+        """The requests that may compute their prompts, next first: those that were answered before they were
+        retracted, then as `turns` has them. A prefill under way that it leaves out comes last."""
         known = {r.rid: r for r in (*under_way, *self.waiting)}
         max_new = self.limits.max_running - len(self.running)
         max_tokens = math.inf if remaining is None else remaining
@@ -256,7 +256,7 @@ class Scheduler:
         return self._open_next(request)
 
     def _open_next(self, request: Request) -> bool:
-        """What beside full pages the next pass needs for a running request."""
+        """The memory beside full pages that the next pass needs for a running request."""
         return self._open_windows(request) and self._states.open(request, self._most_next(request))
 
     def _most_next(self, request: Request) -> int:

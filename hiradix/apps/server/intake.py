@@ -43,7 +43,7 @@ class Intake:
         self._large = BoundedExecutor("long prompts to tokenise", 1, 8)
 
     def body(self) -> BodyShare:
-        """What one body holds, as a context."""
+        """A context that counts the bytes of one body."""
         return BodyShare(self)
 
     def take(self, num_bytes: int) -> None:
@@ -62,11 +62,13 @@ class Intake:
             raise Misuse(f"{self.num_bytes} bytes are held")
 
     async def parse(self, do: Callable[[], T], num_bytes: int) -> T:
-        """What `do` gives, which parses that many bytes: many beside the event loop, a body at a time."""
+        """Run `do`, which parses `num_bytes`, and return its result: a long body on another thread, one at a
+        time."""
         return do() if num_bytes <= FREE_BYTES else await self._bodies.run(do, PARSE_TIMEOUT_S)
 
     async def tokenise(self, encode: Encode, num_chars: int) -> Sequence[int]:
-        """What `encode` gives, from another thread. EngineBusy or TimeoutError if there is too much of it."""
+        """Run `encode` on another thread, and return the tokens. EngineBusy or TimeoutError if too much
+        waits."""
         executor = self._large if num_chars > LARGE_CHARS else self._small
         return await executor.run(encode, TOKENISE_TIMEOUT_S)
 
@@ -93,7 +95,7 @@ class BodyShare:
             self._held += more
 
     async def work(self, do: Callable[[], T], num_bytes: int) -> T:
-        """What `do` gives, which parses the body."""
+        """Run `do`, which parses the body, and return its result."""
         return await self._intake.parse(do, num_bytes)
 
 

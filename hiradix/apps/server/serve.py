@@ -335,7 +335,7 @@ def _make_server(service: EngineService, config: ServeConfig) -> uvicorn.Server:
 
 
 def start_line(service: EngineService, config: ServeConfig, listener: socket.socket) -> str:
-    """What is served where, with which cache: the line that says the server is ready."""
+    """The line that says the server is ready: model, address and cache."""
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     cache = config.engine.cache

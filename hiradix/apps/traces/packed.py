@@ -44,7 +44,7 @@ def packer(what: str, suffix: str) -> Packer:
 
 
 def unpacked_head(suffix: str, head: bytes) -> bytes:
-    """What a file with this suffix holds at first, by its first bytes. ConfigError if it is none."""
+    """The first bytes of a packed file, unpacked. ConfigError if it is not of the kind that its suffix says."""
     try:
         if suffix == ".gz":
             return zlib.decompressobj(_GZIP).decompress(head, 4096)

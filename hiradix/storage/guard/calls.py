@@ -118,7 +118,7 @@ class Session:
         return self.deadline - self.clock()
 
     def run(self, work: Callable[[], T]) -> T:
-        """What `work` returns or raises. CallTimeout, without asking, when no time is left."""
+        """Run `work`; returns or raises what it does. CallTimeout, without running it, when no time is left."""
         if self.clock() > self.deadline:
             raise CallTimeout("no time left for the rest of the batch")
         try:

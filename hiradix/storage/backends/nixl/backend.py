@@ -139,7 +139,8 @@ class NixlObjects(S3Backend):
         return ok
 
     def _moved_plainly(self, write: bool, group: Sequence[tuple[str, Page]], failed: list[int]) -> list[bool]:
-        """What NIXL failed to move; StorageError only where it failed with the whole group, as in `s3`."""
+        """Move by plain requests the pages that NIXL failed to move. StorageError only where NIXL failed with
+        the whole group, as in `s3`."""
         items = [group[index] for index in failed]
         if items:
             with self._lock:
