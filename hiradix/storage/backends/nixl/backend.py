@@ -99,7 +99,7 @@ class NixlObjects(S3Backend):
         if url.scheme != "s3":
             raise ConfigError(f"{flag('url')}: plugin OBJ needs s3://bucket/prefix, got {url.geturl()!r}")
         super().__init__(context)
-        self.traits = dataclasses.replace(self.traits, lands=False)
+        self.traits = dataclasses.replace(self.traits, in_place=False)
         self._numbers = itertools.count(1)
         self._root = "".join(f"{part}/" for part in (url.path.strip("/"), self._folder) if part)
         try:
