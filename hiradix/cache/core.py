@@ -122,7 +122,7 @@ class HierarchicalCache:
         if self.controller is not None:
             self._apply(True)
             if self.prefetcher is not None:
-                self.prefetcher.next_round()
+                self.prefetcher.room.next_round()
 
     def _apply(self, ok: bool) -> bool:
         """Apply the results that all ranks have. Returns whether all ranks are `ok`. With several ranks, one
@@ -136,7 +136,7 @@ class HierarchicalCache:
             self.in_flight.apply(result)
         self._load_back.drop_failed()
         if self.prefetcher is not None:
-            self.prefetcher.balance()
+            self.prefetcher.room.balance()
         return ok
 
     def settle(self, ok: bool = True) -> bool:
@@ -374,7 +374,7 @@ class HierarchicalCache:
         """Tree invariants, and each host page in exactly one place. O(tree); for tests and idle time."""
         self.tree.check()
         if self.prefetcher is not None:
-            self.prefetcher.check()
+            self.prefetcher.room.check()
         for component, pool in enumerate(self.supply.host_pools):
             owned = self.in_flight.owned(component)
             resident = self.tree.all_pages(HOST, component)

@@ -414,7 +414,7 @@ class World:
         assert self.host.available + resident + in_flight == self.setup.host_pages, (
             self.host.available, resident, in_flight, self.setup.host_pages,
         )  # fmt: skip
-        self.cache.cache.prefetcher.check()  # room of those who wait: never above its cap, nobody else's
+        self.cache.cache.prefetcher.room.check()  # room of those who wait: never above its cap, nobody else's
         pending = sum(self.controller.pending(kind) for kind in JobKind)
         assert pending == len(flights), f"{pending} tickets are open, the cache knows {len(flights)}"
         for kind, job_queue in self.controller._job_table.job_queues.items():
