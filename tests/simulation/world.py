@@ -471,7 +471,7 @@ class World:
         assert not cache._copies._grown, f"copies of the rows of {list(cache._copies._grown)} are kept"
         assert not self.controller._job_table._open and not cache.cache.write_through.storage_backup._ending
         turns = self.scheduler.turns
-        assert not (turns.policy.waiting or turns._calls or turns._fresh or turns._sessions or turns._active)
+        assert not (turns.policy.waiting or turns._calls or turns._fresh or len(turns.controller))
         for tier in Tier:
             assert tree.protected_pages(tier) == 0, f"{tree.protected_pages(tier)} {tier.name} pages locked"
         assert not cache._by_node._of, "locks of nodes that nobody gave back"

@@ -318,7 +318,7 @@ class Engine:
             storage_attached=self.cache.enable_storage,
             schedule_policy=config.schedule_policy,
             num_sessions_in=self._scheduler.turns.policy.num_in,
-            num_late=self._scheduler.turns.num_late,
+            num_late=self._scheduler.turns.controller.num_late,
         )
 
     def close(self, timeout_s: float = 10.0) -> None:
@@ -340,7 +340,7 @@ class Engine:
         policy = make_admission(self.config.schedule_policy, capacity)
         is_agreed = group is None or cache.has_host
         prices = Prices(cache.no_regret if is_agreed else NoRegret(False), self.config.cache.page_size)
-        return Turns(policy, cache, prices, time.monotonic if group is None else _rank_0s_clock(group))
+        return Turns(policy, cache, prices, time.monotonic if group is None else rank_0s_clock(group))
 
     def _build_cache(self, build_cache: BuildCache, group: ProcessGroup | None) -> PrefixCache:
         config, pools = self.config.cache, self._pools
@@ -381,9 +381,9 @@ class Engine:
         return build_cache(config, params, pools.device, _share_of(identity, group))
 
 
-def _rank_0s_clock(group: ProcessGroup) -> Callable[[], float]:
-    """A collective call each time."""
-    return lambda: float(group.share(time.monotonic() if group.rank == 0 else None))
+def rank_0s_clock(group: ProcessGroup, clock: Callable[[], float] = time.monotonic) -> Callable[[], float]:
+    """Rank 0's clock on all ranks: a collective call each time."""
+    return lambda: float(group.share(clock() if group.rank == 0 else None))
 
 
 def _limits(config: EngineConfig, pools: EnginePools) -> SchedulerLimits:

@@ -80,7 +80,7 @@ class Scheduler:
         self.limits = limits
         self.turns = turns
         self._cache = cache
-        self._slots = SlotSupply(cache, allocator, limits.page_size, turns)
+        self._slots = SlotSupply(cache, allocator, limits.page_size, turns.ends)
         if self._slots.has_windows != (limits.window is not None):
             raise Misuse(f"window {limits.window}, {allocator}")
         self._rows = rows
