@@ -42,6 +42,17 @@ class HeldPages:
             self.pages[component] += more
         return added
 
+    def add_lock(self, lock: Lock) -> list[int]:
+        """Count the pages that `lock` keeps. Returns how many that adds, per component."""
+        added = self._walk([(lock.node, lock.floors)], True)
+        for component, more in enumerate(added):
+            self.pages[component] += more
+        return added
+
+    def end_on(self, node: Node) -> int:
+        """Up to which page the path of `node` is counted already. O(path)."""
+        return max([n.end for n in self._tree.path(node) if n in self._seen[BACKBONE]], default=0)
+
     def more(self, p: Prefetch) -> list[int]:
         """How many pages `add` would add."""
         return self._of(p, False)

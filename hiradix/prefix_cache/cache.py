@@ -8,6 +8,7 @@ in pages by `HierarchicalCache`.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Hashable, Sequence, Sized
+from dataclasses import replace
 from operator import index
 from typing import Any, Final, SupportsFloat, SupportsIndex
 
@@ -16,6 +17,7 @@ import torch
 
 from hiradix.cache import HierarchicalCache, HostTier
 from hiradix.errors import Misuse, NoTier
+from hiradix.intents import OPERATOR, TIER_NAMES, Intent, Receipt, Selector, TenantUse, Verb
 from hiradix.policy.eviction import make_order
 from hiradix.policy.no_regret import NoRegret
 from hiradix.policy.uses import Finished, known_hint
@@ -42,6 +44,8 @@ from hiradix.tree.key import as_tokens, namespace
 from hiradix.tree.native import mypyc_attr
 
 BESIDE: Final = 1  # the tree's component of the kind beside full attention
+WISH_WAIT_S: Final = 30.0  # longest time to reach what is wished, where nothing else is said
+BRING_WAIT_S: Final = 600.0
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -96,11 +100,14 @@ class PrefixCache:
         order, beside = make_order(params.eviction_policy, params.eviction_policy_config), self._beside
         if beside is None:
             return HierarchicalCache(
-                RadixTree(self.page_size, order=order), self._pages, host, agree=params.agree
-            )
+                RadixTree(self.page_size, order=order), self._pages, host, agree=params.agree,
+                intents=params.intents,
+            )  # fmt: skip
         components = (FULL, beside.component)
         tree = RadixTree(self.page_size, components, order=order, dead_leaf=DeadLeaf.UNUSABLE)
-        return HierarchicalCache(tree, (self._pages, beside.pages), host, agree=params.agree)
+        return HierarchicalCache(
+            tree, (self._pages, beside.pages), host, agree=params.agree, intents=params.intents
+        )
 
     # -- reading ------------------------------------------------------------------------
 
@@ -699,15 +706,103 @@ class PrefixCache:
         """
         return self._attached is not None and self._attached.clear()
 
+    # -- intents ------------------------------------------------------------------------
+
+    def submit(self, intent: Intent) -> Receipt:
+        """Take a wish: it is applied with the next `check_hicache_events`, in the order of such calls. Where
+        this cache cannot carry it out it is refused at once, by the receipt's state and reason. O(1) but for a
+        locate in the tree, which is answered here."""
+        key = intent.selector.key
+        if key is not None and self.is_eagle and not key.is_bigram:
+            intent = replace(intent, selector=Selector.prefix(key.bigrams()))
+        return self.cache.intents.submit(intent)
+
+    def locate(
+        self, selector: Selector, tiers: Sequence[str] = ("device", "host"), asked_by: str = OPERATOR
+    ) -> Receipt:
+        """How far it is there, in each tier, without counting a use: answered at once by `Receipt.found`, but
+        for storage, which a job asks."""
+        return self.submit(Intent(Verb.LOCATE, selector, tuple(tiers), asked_by=asked_by))
+
+    def hold(
+        self, selector: Selector, ttl_s: SupportsFloat, tier: str = "host", *,
+        max_bytes: SupportsIndex | None = None, wait_s: SupportsFloat = WISH_WAIT_S, asked_by: str = OPERATOR,
+    ) -> Receipt:  # fmt: skip
+        """Keep a prefix, or a session's prompts, in `tier` for `ttl_s` seconds from when they are there; what is
+        not there yet is brought, within `wait_s`. Budgets clip it to its leading pages.
+
+        Asked for again by the same, it goes on under the first receipt's id, with the new end: so a lease is
+        extended or shortened. On the device it gives way to a request that could not run else.
+        """
+        most = None if max_bytes is None else index(max_bytes)
+        intent = Intent(
+            Verb.HOLD, selector, (tier,), float(ttl_s), float(wait_s), most, asked_by=asked_by
+        )  # fmt: skip
+        return self.submit(intent)
+
+    def forget(
+        self, selector: Selector, tiers: Sequence[str] = TIER_NAMES, *, is_whole: bool = False,
+        wait_s: SupportsFloat = WISH_WAIT_S, asked_by: str = OPERATOR,
+    ) -> Receipt:  # fmt: skip
+        """Have it in none of `tiers` any more: what this prefix and its continuations alone have, or all that a
+        session, a tenant or everybody has.
+
+        is_whole: of a prefix also the pages that others share, and so what continues those. Nothing of it is
+        matched or fetched any more from when it is applied. What is in use then is waited for, `wait_s` at most:
+        `Receipt.by_tier` says how much is gone.
+        """
+        intent = Intent(
+            Verb.FORGET, selector, tuple(tiers), wait_s=float(wait_s), is_whole=is_whole, asked_by=asked_by
+        )
+        return self.submit(intent)
+
+    def bring(
+        self, selector: Selector, target: str, *, is_move: bool = False, max_bytes: SupportsIndex | None = None,
+        wait_s: SupportsFloat = BRING_WAIT_S, asked_by: str = OPERATOR,
+    ) -> Receipt:  # fmt: skip
+        """Have it in another tier, too: `host`, from storage or the device; `storage`, from the host or the
+        device; or in another store that was opened under that name, and with `is_move` no more in this one."""
+        most = None if max_bytes is None else index(max_bytes)
+        intent = Intent(
+            Verb.BRING, selector, wait_s=float(wait_s), max_bytes=most, target=target, is_move=is_move,
+            asked_by=asked_by,
+        )  # fmt: skip
+        return self.submit(intent)
+
+    def release(self, intent_id: SupportsIndex, asked_by: str = OPERATOR) -> Receipt:
+        """End a lease now. BadIntent: there is no such one, or it is another's."""
+        return self.cancel(intent_id, asked_by)
+
+    def cancel(self, intent_id: SupportsIndex, asked_by: str = OPERATOR) -> Receipt:
+        """End a wish: a lease ends, what runs stops; what it has done stays done. BadIntent: there is no such
+        one, or it is another's, and neither the operator asks."""
+        return self.cache.intents.cancel(index(intent_id), asked_by)
+
+    def intent(self, intent_id: SupportsIndex) -> Receipt | None:
+        """What has become of a wish by now; None for one that is not known any more."""
+        return self.cache.intents.receipt(index(intent_id))
+
+    def intents(self, asked_by: str | None = None) -> list[Receipt]:
+        """All wishes that are known, of one who asked or of all, oldest first."""
+        return self.cache.intents.receipts(asked_by)
+
+    def tenants(self) -> list[TenantUse]:
+        """What each tenant has, in all tiers, those with the most bytes first. O(nodes of the tree)."""
+        return self.cache.intents.tenants()
+
+    def name_session(self, session: str, key: RadixKey) -> None:
+        """The prompt that a session has sent last, as a request's `session_name` says it when it ends."""
+        self.cache.intents.name_session(session, self.tree.find(self._view(key)))
+
     # -- sizes --------------------------------------------------------------------------
 
     def evictable_size(self) -> int:
         """Device tokens no request holds."""
-        return self.tree.evictable_pages(DEVICE) * self.page_size
+        return self.cache.evictable_pages() * self.page_size
 
     def protected_size(self) -> int:
         """Device tokens in the tree that a request or a transfer holds."""
-        return self.tree.protected_pages(DEVICE) * self.page_size
+        return self.tree.resident_pages(DEVICE) * self.page_size - self.evictable_size()
 
     def total_size(self) -> Any:
         """Device tokens in the tree; with a kind beside full attention also its tokens or records: a pair."""
@@ -724,19 +819,21 @@ class PrefixCache:
 
     def swa_evictable_size(self) -> int:
         """Device tokens whose window data no request holds."""
-        return self.tree.evictable_pages(DEVICE, BESIDE) * self.page_size if self.supports_swa() else 0
+        return self.cache.evictable_pages(BESIDE) * self.page_size if self.supports_swa() else 0
 
     def swa_protected_size(self) -> int:
         """Device tokens whose window data a request or a transfer holds."""
-        return self.tree.protected_pages(DEVICE, BESIDE) * self.page_size if self.supports_swa() else 0
+        resident = self.tree.resident_pages(DEVICE, BESIDE) if self.supports_swa() else 0
+        return resident * self.page_size - self.swa_evictable_size()
 
     def mamba_evictable_size(self) -> int:
         """Device records of state that no request and no transfer holds."""
-        return self.tree.evictable_pages(DEVICE, BESIDE) if self.supports_mamba() else 0
+        return self.cache.evictable_pages(BESIDE) if self.supports_mamba() else 0
 
     def mamba_protected_size(self) -> int:
         """Device records of state in the tree that a request or a transfer holds."""
-        return self.tree.protected_pages(DEVICE, BESIDE) if self.supports_mamba() else 0
+        resident = self.tree.resident_pages(DEVICE, BESIDE) if self.supports_mamba() else 0
+        return resident - self.mamba_evictable_size()
 
     def all_values_flatten(self) -> torch.Tensor:
         """int64 [total tokens]: every device slot in the tree. O(tree); for leak hunts."""
