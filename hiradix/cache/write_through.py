@@ -187,8 +187,8 @@ class WriteThrough:
 
         others: segments of further components to copy along; None: those that the boundary at the copy's end
         lacks. is_new: written through, not written back on eviction. Then the pages must be worth their room,
-        unless they were wished for (`is_wished`), and the path is locked in both tiers first, so that making room
-        evicts no host copy above it (see `write_back`).
+        unless they were wished for (`is_wished`), and the path is locked in both tiers first, so that making
+        room evicts no host copy above it (see `write_back`).
         """
         locks = self._locked(node) if is_new or not self._is_plain else []
         wanted, last = self._affordable(node, start, is_new and not is_wished)

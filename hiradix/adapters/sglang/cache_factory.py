@@ -30,10 +30,10 @@ from hiradix.adapters.sglang.weights import UNSEEN, Weights
 from hiradix.config import (
     ExtraConfig,
     HiCacheConfig,
-    load_mapping,
     parse_extra_config,
     without_host_tier,
 )
+from hiradix.config_files import load_mapping
 from hiradix.prefix_cache import (
     CacheInitParams,
     ModelIdentity,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from operator import index
 from typing import Any, SupportsIndex
@@ -33,6 +34,7 @@ FINISH_ERROR = "error"
 
 
 MAX_THREADS = 1024  # with too many the thread library ends the process
+CHECK_VARIABLE = "HIRADIX_CHECK"
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -164,7 +166,7 @@ class EngineConfig:
     `context_length` None takes the model's; `chunked_prefill_size` None prefills whole prompts;
     `swa_full_tokens_ratio` None keeps all layers in one pool; `max_mamba_cache_size` None is four for each of
     `max_running_requests`; `num_threads` None means 1 on CPU. `check` runs the invariant and conservation
-    checks after every step (also switched on by HIRADIX_CHECK=1 in the environment).
+    checks after every step; unless it is given, HIRADIX_CHECK=1 in the environment does.
     """
 
     model_path: str = setting(
@@ -185,7 +187,10 @@ class EngineConfig:
         "max_queued_requests", 512, "Most requests that wait; further ones get 503."
     )
     chunked_prefill_size: int | None = _count(
-        "chunked_prefill_size", 512, "Most tokens one prefill pass computes; -1 prefills whole prompts."
+        "chunked_prefill_size",
+        512,
+        "Most tokens one prefill pass computes; -1 prefills whole prompts.",
+        none_at=-1,
     )
     schedule_policy: str = setting(
         "schedule_policy",
@@ -224,10 +229,10 @@ class EngineConfig:
     check: bool = setting(
         "check_invariants",
         Type.BOOL,
-        False,
-        "Assert the tree's invariants and page conservation after every step (slow; for tests); so does the "
-        "variable HIRADIX_CHECK=1.",
-        env="HIRADIX_CHECK",
+        lambda: os.environ.get(CHECK_VARIABLE) == "1",
+        "Assert the tree's invariants and page conservation after every step (slow; for tests).",
+        default_text="off",
+        env=CHECK_VARIABLE,
     )
     model_name: str | None = None
     seed: int = setting(

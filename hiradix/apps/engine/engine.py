@@ -5,7 +5,6 @@ step:  apply finished transfers -> plan -> start load backs -> forward -> sample
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -109,7 +108,7 @@ class Engine:
         self._ended: list[Output] = []
         self._open_timeout_s = None if group is None else open_timeout_s(group.timeout_s)
         self._gates = LoadGates(self.cache.layer_done_counter, group)
-        self._check = config.check or os.environ.get("HIRADIX_CHECK") == "1"
+        self._check = config.check
         self.is_blocked = False
         self.num_steps = 0
         self.publisher: Publisher | None = None  # of KV events
