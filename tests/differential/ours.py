@@ -77,19 +77,26 @@ class OurSide(Side):
     records = RECORDS
     rest: Node | None = None  # what the walk under way will leave of a node
 
-    def __init__(self, stream: Stream, manner: Manner, version: str = OLDEST):
-        setup = stream.setup
-        self.page_size, self.manner = setup.page_size, manner
-        self.pool = DevicePool(SHAPE, setup.num_pages, setup.page_size)
-        self.kv = self.pool.k_buffer[0].view(-1)
+    def __init__(self, setup: Setup, manner: Manner, version: str = OLDEST):
+        self.page_size, self.manner, self.version = setup.page_size, manner, version
         self.rows = RequestTable()
-        self.allocator = SlotAllocator(setup.num_pages * setup.page_size, setup.page_size, "cpu", self.pool)
-        params = init_params(version)(False, self.rows, self.allocator, setup.page_size)
         self._host: Any = None
         self._taken: Any = None
+        self.make_pools(setup)
+        params = self.params()
         self.cache: Any = self._tiered(params, setup) if setup.host_ratio else RadixCache(params)
         if manner.as_inserted:
             self.cache.tree._residencies.granularity = AS_INSERTED  # the class has no parameter for it
+
+    def make_pools(self, setup: Setup) -> None:
+        """Make `allocator` and `kv`."""
+        pool = DevicePool(SHAPE, setup.num_pages, setup.page_size)
+        self.kv = pool.k_buffer[0].view(-1)
+        self.allocator = SlotAllocator(setup.num_pages * setup.page_size, setup.page_size, "cpu", pool)
+
+    def params(self) -> Any:
+        """SGLang's CacheInitParams."""
+        return init_params(self.version)(False, self.rows, self.allocator, self.page_size)
 
     def _tiered(self, params: Any, setup: Setup) -> HiRadixCache:
         driver = StepDriver()
@@ -103,7 +110,7 @@ class OurSide(Side):
         return cache
 
     def before_walk(self, namespace: str | None, tokens: list[int]) -> None:
-        tree, key = self.cache.tree, self.key(namespace, tokens).page_aligned(self.page_size)
+        tree, key = self.cache.tree, RadixKey(tokens, namespace).page_aligned(self.page_size)
         _, self.rest, _ = walk(tree.root, key, len(key) // self.page_size, self.page_size)
         if self.rest is not None and self.manner.touch_rest:
             tree.match(key)  # cuts it
@@ -154,16 +161,12 @@ class OurSide(Side):
 class OurWindowSide(WindowSide, OurSide):
     """A side over `SWARadixCache`."""
 
-    def __init__(self, stream: Stream, manner: Manner, version: str = OLDEST):
-        setup = stream.setup
-        self.page_size, self.manner, self.window = setup.page_size, manner, setup.window
-        num_full, num_window = setup.num_pages * self.page_size, setup.num_window_pages * self.page_size
-        self.allocator = HybridSlotAllocator(num_full, num_window, self.page_size)
-        self.kv = torch.zeros(num_full + self.page_size, dtype=torch.int64)
-        self.window_kv = torch.zeros(num_window + self.page_size, dtype=torch.int64)
-        self.rows = RequestTable()
+    def __init__(self, setup: Setup, manner: Manner, version: str = OLDEST):
+        self.page_size, self.manner, self.version = setup.page_size, manner, version
+        self.window, self.rows = setup.window, RequestTable()
         self._host = self._taken = None
-        params = init_params(version)(False, self.rows, self.allocator, self.page_size)
+        self.make_pools(setup)
+        params = self.params()
         params.sliding_window_size = self.window
         self.cache = SWARadixCache(params)
         store = self.cache.tree._residencies
@@ -175,6 +178,12 @@ class OurWindowSide(WindowSide, OurSide):
         if manner.window_leaves:
             self._cut_new_leaves(self.cache.tree)
         self.walks = LastWalks(self.cache.tree, self.window) if manner.by_last_walk else None
+
+    def make_pools(self, setup: Setup) -> None:
+        num_full, num_window = setup.num_pages * self.page_size, setup.num_window_pages * self.page_size
+        self.allocator = HybridSlotAllocator(num_full, num_window, self.page_size)
+        self.kv = torch.zeros(num_full + self.page_size, dtype=torch.int64)
+        self.window_kv = torch.zeros(num_window + self.page_size, dtype=torch.int64)
 
     def _drop_with_window(self, store: Any) -> None:
         drop = store.drop
@@ -227,7 +236,7 @@ class OurWindowSide(WindowSide, OurSide):
             self._touch_inserted(request.extra_key, request.fill_ids)
 
     def _touch_inserted(self, namespace: str | None, tokens: list[int]) -> None:
-        key, tree = self.key(namespace, tokens).page_aligned(self.page_size), self.cache.tree
+        key, tree = RadixKey(tokens, namespace).page_aligned(self.page_size), self.cache.tree
         path = list(tree.path(tree._walk(tree.root, key)))[::-1]
         if self.rest is not None:
             upper = next((i for i, node in enumerate(path) if node is self.rest.parent), len(path) - 1)
@@ -262,5 +271,5 @@ def _in_memory(name: str, extra: object) -> Any:
 def run(stream: Stream, manner: Manner = AS_SHIPPED, version: str = OLDEST) -> list[dict[str, Any]]:
     """What is seen after each move. version: of SGLang, whose records build the cache."""
     side = OurWindowSide if stream.setup.window else OurSide
-    player = Player(side(stream, manner, version), stream.setup.page_size)
+    player = Player(side(stream.setup, manner, version), stream.setup.page_size)
     return [player.play(move) for move in stream.moves]
