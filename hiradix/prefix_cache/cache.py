@@ -38,7 +38,7 @@ from hiradix.prefix_cache.records import (
 from hiradix.prefix_cache.slots import AllocatorPages, Pages, RowCopies, SlotTable, pages_of, slots_of
 from hiradix.prefix_cache.stats import stats_of
 from hiradix.transfer import HiCacheController, JobKind, LayerDoneCounter
-from hiradix.tree import BACKBONE, DEVICE, FULL, DeadLeaf, Lock, Node, RadixKey, RadixTree
+from hiradix.tree import BACKBONE, DEVICE, FULL, DeadLeaf, Lock, Node, RadixKey, RadixTree, Tier
 from hiradix.tree.key import as_tokens, namespace
 from hiradix.tree.native import mypyc_attr
 from hiradix.tree.node import NO_PAGES
@@ -776,7 +776,7 @@ class PrefixCache:
         num_tokens = self.tree.resident_pages(DEVICE) * self.page_size
         return self._with_beside(num_tokens, self.tree.resident_pages)
 
-    def _with_beside(self, num_tokens: int, count: Callable[[int, int], int]) -> Any:
+    def _with_beside(self, num_tokens: int, count: Callable[[Tier, int], int]) -> Any:
         if self._beside is None:
             return num_tokens
         return num_tokens, count(DEVICE, BESIDE) * self._beside.unit

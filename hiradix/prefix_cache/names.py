@@ -57,8 +57,9 @@ class RadixCache(PrefixCache):
         >>> len(tree.match_prefix(MatchPrefixParams(RadixKey([1, 2, 9]))).device_indices)
         2
         """
+        rows: Any = None
         params = CacheInitParams(
-            disable, None, mock_allocator, page_size, enable_kv_cache_events=enable_kv_cache_events
+            disable, rows, mock_allocator, page_size, enable_kv_cache_events=enable_kv_cache_events
         )
         return cls(params)
 

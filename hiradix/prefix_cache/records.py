@@ -200,7 +200,7 @@ def insert_params(given: Any) -> Any:
     if isinstance(given, InsertParams):
         return given
     fields = InsertParams._field_defaults
-    values = {name: getattr(given, name, default) for name, default in fields.items()}
+    values: dict[str, Any] = {name: getattr(given, name, default) for name, default in fields.items()}
     evicted = getattr(given, "component_evicted_seqlens", None) or {}
     for component, num_tokens in evicted.items():
         if str(component) == "swa":

@@ -175,14 +175,14 @@ def _model_of(flags: Any, params: CacheInitParams, pool: Any) -> ModelIdentity:
     if not (name or path):
         if getattr(flags, "hicache_storage_backend", None):
             raise ConfigError("served_model_name: needed to name pages in storage, as is a model_path")
-        name = "unnamed"  # until a storage is attached under a name
+        name = "unnamed"
     revision = ""
     if path:
         asked, folder = getattr(flags, "revision", None), getattr(flags, "download_dir", None)
         revision = origin_of(path, asked, folder, is_hub=names_are_hub()).revision
     tp_rank, tp_size = place_in(params.tp_cache_group)
     model = ModelIdentity(
-        model_id=name or path,
+        model_id=str(name or path),
         revision=f"{revision}:{pool.dtype}{layout_of(pool)}",
         tp_rank=tp_rank,
         tp_size=tp_size,

@@ -317,7 +317,8 @@ class RadixKey:
     @property
     def token_ids(self) -> list[int]:
         """The tokens as a list, which is made at each call; `tokens` is a view."""
-        return self.tokens.tolist()
+        tokens: list[int] = self.tokens.tolist()
+        return tokens
 
     def __len__(self) -> int:
         return self._len
