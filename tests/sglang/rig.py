@@ -27,17 +27,18 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from hiradix.adapters.sglang.cache_factory import gate_reads, own_params
-from hiradix.adapters.sglang.engine_views import ControllerView, HybridPort
+from hiradix.adapters.sglang.engine_views import ControllerView
 from hiradix.adapters.sglang.lora_adapters import LoraAdapters
-from hiradix.adapters.sglang.pools import device_pool, window_pools
 from hiradix.adapters.sglang.tiers import HiRadixHostCache
 from hiradix.config import HiCacheConfig, parse_extra_config
+from hiradix.memory.engine_pools import device_pool, window_pools
 from hiradix.prefix_cache import (
     ModelIdentity,
     RadixCache,
     build_hybrid_cache,
     build_prefix_cache,
 )
+from hiradix.prefix_cache.allocator_ports import HybridPort
 from hiradix.transfer import Runtime, StepDriver
 
 PAGE = 4

@@ -19,9 +19,9 @@ from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, HybridReqToToke
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from hiradix.adapters.sglang.cache_factory import own_params
-from hiradix.adapters.sglang.pools import state_pools
 from hiradix.adapters.sglang.states import StateRecords, require_known_states
 from hiradix.config import HiCacheConfig
+from hiradix.memory.engine_pools import state_pools
 from hiradix.prefix_cache import ModelIdentity, RadixCache, build_hybrid_cache
 from hiradix.transfer import Runtime
 from tests.sglang.rig import DIM, HEADS, NUM_TOKENS, PAGE, Request, Rig

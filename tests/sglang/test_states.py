@@ -13,10 +13,10 @@ import pytest
 import sglang.srt.runtime_context
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams
 
-from hiradix.adapters.sglang.pools import state_pools
 from hiradix.adapters.sglang.states import RequestStates, require_known_states
 from hiradix.errors import ConfigError
 from hiradix.memory import DevicePool, HybridPools
+from hiradix.memory.engine_pools import state_pools
 from tests.sglang.rig import PAGE, stored_in
 from tests.sglang.state_rig import RECORDS, StateRig, digest
 

@@ -151,7 +151,7 @@ class World:
             PrefetchPolicy.from_name(setup.prefetch_policy, self._prefetch_limits()),
             no_regret=setup.no_regret,
         )
-        self.cache = HiRadixCache(params, host, self._open_storage)
+        self.cache = HiRadixCache(params, host=host, storage_factory=self._open_storage)
         policy = make_admission(setup.schedule_policy, max(setup.device_pages, setup.host_pages) * size)
         turns = Turns(policy, self.cache, Prices(self.cache.no_regret, size), self.driver.now)
         limits = SchedulerLimits(setup.max_running, 24, setup.chunk_tokens, size)

@@ -41,7 +41,7 @@ class SlotSupply:
     @property
     def room(self) -> int:
         """Tokens that are free or can be made so."""
-        return free_tokens(self._allocator) + self._cache.evictable_size()
+        return free_tokens(self._allocator) + self._cache.full_evictable_size()
 
     def alloc(self, num_tokens: int) -> torch.Tensor | None:
         """Slots of whole pages, evicting when short; None when that is not enough. No window pages."""
