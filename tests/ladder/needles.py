@@ -27,7 +27,7 @@ class Needle:
 
 
 def needles(count: int, page: int, name: str) -> list[Needle]:
-    """Pairs of prompts of at least `LEAST_TOKENS`, and of two whole pages. No pair shares a beginning with another."""
+    """Pairs of prompts of at least `LEAST_TOKENS`, and of two whole pages. Only those of a pair begin alike."""
     made = []
     least = max(2, -(-LEAST_TOKENS // page)) * page
     for number in range(count):

@@ -6,13 +6,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import tests.e2e.warm  # noqa: F401: what lives are forked from
 from tests.engine.checkpoints import write_checkpoint
 from tests.ladder import store
 from tests.ladder.climb import LadderEngine, Life, PuppetLife, Run, Start
 from tests.puppet import Puppet
+from tests.warm import FORKS
 
 PAGE = 16
+FORKS.set_forkserver_preload(["tests.e2e.warm_imports"])
 CROWDED: dict[str, Any] = {"max_total_tokens": 640, "chunked_prefill_size": 48}
 STATES: dict[str, Any] = {"max_mamba_cache_size": 96}
 FEW_STATES = CROWDED | {"max_mamba_cache_size": 24}

@@ -42,7 +42,9 @@ class Copying:
 
     @property
     def is_state(self) -> bool:
-        return isinstance(self.pools.host.shape, StateShape) or self.pools.host.page_size == 1 and self.pair > 0
+        return (
+            isinstance(self.pools.host.shape, StateShape) or self.pools.host.page_size == 1 and self.pair > 0
+        )
 
     @property
     def is_window(self) -> bool:
@@ -130,9 +132,7 @@ def plant(file: Path) -> None:
         beside = {copy.pair: copy for copy in copies}
         for copy in copies:
             made = fault(WRITES)
-            own = Copying(
-                self._pairs, copy.pair, copy.source, copy.target, beside=beside, before=before
-            )
+            own = Copying(self._pairs, copy.pair, copy.source, copy.target, beside=beside, before=before)
             if made is None or not made(own):
                 own.write(copy.source, copy.target)
             task.num_pages += len(copy.source)

@@ -82,7 +82,7 @@ RUNS = {
         STATE_BLOCK, HYBRID | {"dtype": "bfloat16", "max_num_batched_tokens": 1024},
         {"num_gpu_blocks_override": 48, "max_num_seqs": 8},
     ),
-    # The CPU kernels of Mamba 2 leave no state behind inside of a step, so none of theirs goes over a block's end.
+    # The CPU kernels of Mamba 2 leave no state behind inside of a step, so no step goes over a block's end.
     "mamba 2": Run(
         _model(
             "GraniteMoeHybrid", **WIDE, mamba_n_heads=8, mamba_d_head=32, mamba_d_state=32, mamba_n_groups=1,

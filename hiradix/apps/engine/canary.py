@@ -111,6 +111,7 @@ class _Canary:
         state = None if source is None or target is None else StateUse(source, target)
         pools = self.pools
         self.model.forward([Work(tokens, end, row, state)], pools.of_pass(pools.all))
+        self.model.commit()
 
     def _of(self, slot: int, state: int | None) -> tuple[int | None, ...]:
         """The pages of all pools for a token page's first slot."""
