@@ -40,7 +40,7 @@ from hiradix.apps.engine.tensor_parallel import LoadGates
 from hiradix.apps.engine.tokenizer import Tokenizer
 from hiradix.apps.engine.turns import Turns
 from hiradix.config import HiCacheConfig
-from hiradix.errors import ConfigError, Misuse
+from hiradix.errors import Misuse
 from hiradix.events import KVEventsConfig, open_publisher
 from hiradix.memory import DevicePool
 from hiradix.policy.admission import make_admission
@@ -211,6 +211,7 @@ class Engine:
                 if part.admitted:
                     self._scheduler.undo_admission(part.request)
             return []
+        self._model.commit()
         rows = [row for row, part in enumerate(parts) if self._scheduler.computed(part)]
         requests = [parts[row].request for row in rows]
         outputs = self._answers.extend(requests, logits[rows]) if rows else []
@@ -374,9 +375,7 @@ class Engine:
             identity = model_identity(self.config.model_path, self.model_name)
         identity = run_with(identity, {"rope": self._model.fixed_rope})
         if pools.hybrid is not None:
-            if group is not None:
-                raise ConfigError(f"tp_size={group.size}: a second pool, of windows or states, is not cut")
-            return build_hybrid_cache(config, params, pools.hybrid, identity)
+            return build_hybrid_cache(config, params, pools.hybrid, _share_of(identity, group))
         return build_cache(config, params, pools.device, _share_of(identity, group))
 
 
