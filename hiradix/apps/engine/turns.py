@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hiradix.apps.engine.api import FINISH_ABORT, FINISH_LENGTH, FINISH_STOP, Scope
+from hiradix.apps.engine.api import FINISH_ABORT, FINISH_LENGTH, FINISH_STOP, FINISH_TOOL, Scope
 from hiradix.apps.engine.request import Request
 from hiradix.policy.admission import AdmissionPolicy, WaitingRequest
 from hiradix.policy.continuations import MOST_SESSIONS, Continuations
@@ -38,7 +38,9 @@ KEPT = 0.9  # share of the old measurements that each new one leaves
 PACES = (0.01, 100.0)  # a first token takes at least, and at most, so many times its price
 FIRST_ANSWER = 256  # tokens an answer is taken to have until some have ended
 
-STOPS = {FINISH_STOP: "end_turn", FINISH_LENGTH: "length", FINISH_ABORT: "abort"}
+STOPS = {
+    FINISH_STOP: "end_turn", FINISH_TOOL: "tool_use", FINISH_LENGTH: "length", FINISH_ABORT: "abort"
+}  # fmt: skip
 """Why an answer ended, as the policies know it."""
 
 
