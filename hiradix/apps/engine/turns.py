@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hiradix.apps.engine.api import FINISH_ABORT, FINISH_LENGTH, FINISH_STOP, Scope
+from hiradix.apps.engine.api import FINISH_ABORT, FINISH_LENGTH, FINISH_STOP, FINISH_TOOL, Scope
 from hiradix.apps.engine.request import Request
 from hiradix.apps.engine.session_ends import SessionEnds
 from hiradix.policy.admission import AdmissionPolicy
@@ -34,7 +34,9 @@ ASK_AGAIN_S = 1.0
 LOOK_TOKENS = 1 << 17
 BLOCK_TOKENS = 128  # of what sessions without a name are told by
 
-STOPS = {FINISH_STOP: "end_turn", FINISH_LENGTH: "length", FINISH_ABORT: "abort"}
+STOPS = {
+    FINISH_STOP: "end_turn", FINISH_TOOL: "tool_use", FINISH_LENGTH: "length", FINISH_ABORT: "abort"
+}  # fmt: skip
 """Why an answer ended, as the policies know it."""
 
 
