@@ -25,6 +25,7 @@ NO_PAGES.flags.writeable = False
 UNBOUNDED: Final = sys.maxsize
 WASTE: Final = 4  # see `Granularity`
 BACKBONE: Final = 0  # index of the component that every node has
+NAME_BYTES: Final = 8  # of a page's name, see `Node.names`
 
 
 class Tier(IntEnum):
@@ -134,12 +135,13 @@ class Node:
         which a split leaves with the end. note: the eviction policy's, of the last use; halves of a split
         share it.
     chain: of whoever watches the tree (see `residency.Watch`); halves of a split share it.
+    names: 8-byte names of its leading pages, as digests; of whoever remembers what has left the cache.
     """
 
     __slots__ = (
         "parent", "children", "row", "run", "width", "extras", "space", "start", "end", "digests",
         "device", "host", "others", "num_device_children",
-        "hit_count", "priority", "created", "stored", "boundary_stored", "successor", "note", "chain",
+        "hit_count", "priority", "created", "stored", "boundary_stored", "successor", "note", "chain", "names",
     )  # fmt: skip
 
     def __init__(self, parent: Node | None, start: int, end: int, num_others: int):
@@ -165,6 +167,7 @@ class Node:
         self.successor: Node | None = None
         self.note: Any = None
         self.chain: Any = None
+        self.names = b""
 
     def __repr__(self) -> str:
         return f"Node([{self.start}, {self.end}), children={len(self.children)})"
@@ -241,6 +244,7 @@ def split_run(node: Node, upper: Node, page_size: int) -> None:
     if node.extras is not None:
         upper.extras, node.extras = _some(node.extras[:at]), _some(node.extras[at:])
     upper.digests, node.digests = node.digests[: at * 32], node.digests[at * 32 :]
+    upper.names, node.names = node.names[: at * NAME_BYTES], node.names[at * NAME_BYTES :]
     node.start = upper.end
 
 

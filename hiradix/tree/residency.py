@@ -62,6 +62,33 @@ class Watch(Protocol):
         """Storage was attached, detached or cleared: what it was said to have, it may not have."""
 
 
+class Watches:
+    """Several watches as one: each is told, in the order in which they came."""
+
+    def __init__(self, *watches: Watch):
+        self.watches = watches
+
+    def stored(self, node: Node, tier: int) -> None:
+        for watch in self.watches:
+            watch.stored(node, tier)
+
+    def removed(self, node: Node, tier: int) -> None:
+        for watch in self.watches:
+            watch.removed(node, tier)
+
+    def cleared(self) -> None:
+        for watch in self.watches:
+            watch.cleared()
+
+    def backed_up(self, node: Node, start: int, end: int) -> None:
+        for watch in self.watches:
+            watch.backed_up(node, start, end)
+
+    def storage_changed(self) -> None:
+        for watch in self.watches:
+            watch.storage_changed()
+
+
 class Places:
     """Which page ids nodes have of one component in one tier, by id: a page is in one place (invariant 10).
 
