@@ -62,7 +62,7 @@ from hiradix.tree.node import (
 )
 from hiradix.tree.order import LruOrder, OrderFactory
 from hiradix.tree.page_hashes import known_prior, path_extras, path_tokens, windows
-from hiradix.tree.residency import Dropped, Residencies, Watch
+from hiradix.tree.residency import Dropped, Residencies, Watch, Watches
 from hiradix.tree.walk import walk
 
 _INT32: Final = np.dtype(np.int32)
@@ -643,6 +643,11 @@ class RadixTree:
         if self.root.children:
             raise Misuse("a tree is watched from the beginning or not at all")
         self._residencies.watch = watch
+
+    def add_watch(self, watch: Watch) -> None:
+        """Have one more told. Misuse, unless the tree is empty."""
+        before = self.watch
+        self.watch = watch if before is None else Watches(before, watch)
 
     def check(self, locks: Iterable[Lock] | None = None) -> None:
         """Assert the module's invariants. O(tree). locks: all locks not given back, to check the counts

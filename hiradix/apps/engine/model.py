@@ -215,8 +215,8 @@ class PagedModel:
 
     @torch.inference_mode()
     def forward(self, work: Sequence[Work], pools: Pools) -> torch.Tensor:
-        """Logits float32 [rows, vocab] after each sequence's last token, or last `num_logits` of them; writes the
-        new tokens' K and V. The states behind them are written by `commit`.
+        """Logits float32 [rows, vocab] after each sequence's last token, or last `num_logits` of them; writes
+        the new tokens' K and V. The states behind them are written by `commit`.
 
         Waits per layer on the pool's load-back gate; LoadFailed and the like pass through, and the pass has
         then written only slots of its own new tokens, or behind them in a page begun.
