@@ -116,7 +116,7 @@ def _rows(weight: torch.Tensor, parts: tuple[int, ...], group: ProcessGroup) -> 
     """This rank's share of each of the parts that rows consist of."""
     if sum(parts) != len(weight):
         raise Misuse(f"{len(weight)} rows in parts of {parts}")
-    own = torch.cat([_part(part, 0, group) for part in weight.split(list(parts))])
+    own = torch.cat([_part(part, 0, group) for part in torch.split(weight, list(parts))])
     return torch.nn.Parameter(own, requires_grad=False)
 
 
