@@ -25,6 +25,9 @@ import numpy as np
 
 from hiradix.cache.agreement import AHEAD, Agree, Agreement, least
 from hiradix.cache.in_flight import InFlightJobs
+from hiradix.cache.intents.planner import LocalPlanner
+from hiradix.cache.intents.removals import Removals
+from hiradix.cache.intents.table import Intents
 from hiradix.cache.load_back import LoadBack
 from hiradix.cache.pages import (
     BACKBONE,
@@ -39,6 +42,7 @@ from hiradix.cache.pages import (
 from hiradix.cache.prefetch import Prefetcher
 from hiradix.cache.write_through import WriteThrough
 from hiradix.errors import CacheError, Misuse, StorageError
+from hiradix.intents.limits import IntentLimits
 from hiradix.policy.learning import LearningPolicy, learner_of
 from hiradix.policy.no_regret import NoRegret
 from hiradix.policy.prefetch_policy import PrefetchPolicy
@@ -78,6 +82,7 @@ class HierarchicalCache:
         host: HostTier | None = None,
         clock: Callable[[], float] | None = None,
         agree: Agree | None = None,
+        intents: IntentLimits | None = None,
     ):
         if clock is None:
             clock = host.controller.runtime.clock if host is not None else time.monotonic
@@ -93,8 +98,14 @@ class HierarchicalCache:
         self.prefetcher: Prefetcher | None = None
         self._ranks: Agreement | None = None
         self.no_regret = NoRegret(False)
+        self._removals = Removals(tree)
         if host is not None:
             self._build_lower_tiers(host, agree)
+        planner = LocalPlanner(
+            self.supply, self.in_flight, self._removals, self._clock, self.controller, self.write_through,
+            self._load_back, self.prefetcher,
+        )  # fmt: skip
+        self.intents = Intents(planner, intents, self._other_stores)
 
     def _build_lower_tiers(self, host: HostTier, agree: Agree | None) -> None:
         share: Share = lambda source: source  # noqa: E731
@@ -122,7 +133,8 @@ class HierarchicalCache:
         if self.controller is not None:
             self._apply(True)
             if self.prefetcher is not None:
-                self.prefetcher.next_round()
+                self.prefetcher.room.next_round()
+        self.intents.tick()
 
     def _apply(self, ok: bool) -> bool:
         """Apply the results that all ranks have. Returns whether all ranks are `ok`. With several ranks, one
@@ -136,7 +148,7 @@ class HierarchicalCache:
             self.in_flight.apply(result)
         self._load_back.drop_failed()
         if self.prefetcher is not None:
-            self.prefetcher.balance()
+            self.prefetcher.room.balance()
         return ok
 
     def settle(self, ok: bool = True) -> bool:
@@ -163,13 +175,17 @@ class HierarchicalCache:
 
     def match(self, key: RadixKey) -> Match:
         """The deepest boundaries of `key`: usable on the device as it is, and after a load back."""
-        match = self.tree.match(key)
+        return self._usable(self.tree.match(key))
+
+    def _usable(self, match: Match) -> Match:
+        """`match`, cut above what is being forgotten, and above any failed load."""
+        if self._removals:
+            match = self._removals.usable(match)
         return match if self._load_back is None else self._load_back.usable(match)
 
     def match_again(self, node: Node) -> Match:
         """The same for the path to `node`, which an earlier match returned: without pages evicted since."""
-        match = self.tree.boundaries(node)
-        return match if self._load_back is None else self._load_back.usable(match)
+        return self._usable(self.tree.boundaries(node))
 
     def load_back(self, match: Match, quota_pages: int | None = None) -> int | None:
         """Bring `match.loadable_node` to the device: pages queued, or None if it cannot be."""
@@ -209,10 +225,15 @@ class HierarchicalCache:
         host may wait until the policy has heard of its end."""
         if self.learner is not None:
             self.learner.finished(self.tree, node, key, ended)
+        if ended.session:
+            self.intents.name_session(ended.session, node)
         self.inserted(node)
 
     def is_blocked(self, key: RadixKey) -> bool:
-        """Whether `key` may not be inserted, as pages of a failed load on its path are still locked."""
+        """Whether `key` may not be inserted: it is being forgotten, or pages of a failed load on its path are
+        still locked."""
+        if self._removals and self._removals.cover(key):
+            return True
         return self._load_back is not None and self._load_back.blocks(key)
 
     def inserted(self, node: Node) -> None:
@@ -223,8 +244,13 @@ class HierarchicalCache:
     def count_use(self, node: Node, priority: int = 0) -> None:
         """Count one more request on the path to `node`; once per request. An insert counts new nodes itself."""
         self.tree.hit(node, priority)
+        self.intents.count_use(node)
         if self.write_through is not None:
             self.write_through.storage_backup.offer_again(node)
+
+    def evictable_pages(self, component: int = BACKBONE) -> int:
+        """Device pages that no request holds: what leases keep gives way where nothing else can go."""
+        return self.tree.evictable_pages(DEVICE, component) + self.intents.yieldable(component)
 
     def make_room(self, num_pages: int, component: int = BACKBONE) -> int:
         """Evict until the device pool has `num_pages` free, or nothing more can go. Returns pages freed."""
@@ -241,11 +267,19 @@ class HierarchicalCache:
         before, target = dropped[component], dropped[component] + num_pages
         if self._load_back is not None:
             self._load_back.drop_failed()
+        self.intents.expire()
         self._write_back(target - dropped[component], component)
         self.supply.evict(DEVICE, target - dropped[component], component)
         if dropped[component] < target and self.wait_for_copies(COPY_WAIT_S):
             self.supply.evict(DEVICE, target - dropped[component], component)
+        while self._can_give_way(target - dropped[component], component):
+            self._write_back(target - dropped[component], component)
+            self.supply.evict(DEVICE, target - dropped[component], component)
         return dropped[component] - before
+
+    def _can_give_way(self, num_pages: int, component: int) -> bool:
+        """Whether a lease has ended for room that is needed, and that leases can give."""
+        return 0 < num_pages <= self.intents.yieldable(component) and self.intents.give_way()
 
     def _write_back(self, num_pages: int, component: int) -> int:
         """Under write-back, copy the coldest `num_pages` to the host and drop them here, as far as possible."""
@@ -289,6 +323,10 @@ class HierarchicalCache:
         self.controller.wait(tickets, timeout_s)
         self.settle()
         return True
+
+    def _other_stores(self) -> tuple[str, ...]:
+        """Stores that are open beside the cache's own."""
+        return () if self.controller is None else self.controller.other_stores
 
     # -- lifecycle ----------------------------------------------------------------------
 
@@ -347,6 +385,7 @@ class HierarchicalCache:
         for part in (self.write_through, self._load_back, self.prefetcher):
             if part is not None:
                 part.clear()
+        self.intents.reset()
 
     def drain(self, timeout_s: float) -> bool:
         """Wait for everything in flight and apply it; False if the deadline passed first."""
@@ -373,8 +412,9 @@ class HierarchicalCache:
     def check(self) -> None:
         """Tree invariants, and each host page in exactly one place. O(tree); for tests and idle time."""
         self.tree.check()
+        self.intents.check()
         if self.prefetcher is not None:
-            self.prefetcher.check()
+            self.prefetcher.room.check()
         for component, pool in enumerate(self.supply.host_pools):
             owned = self.in_flight.owned(component)
             resident = self.tree.all_pages(HOST, component)

@@ -76,6 +76,14 @@ class Prefetch:
         return self.lock is not None or self.phase is PrefetchPhase.READ
 
     @property
+    def waits_with(self) -> Prefetch:
+        """The prefetch that brings its pages: itself, or the one it has joined."""
+        p = self
+        while p.phase is PrefetchPhase.JOINED and p.primary is not None:
+            p = p.primary
+        return p
+
+    @property
     def coming_pages(self) -> int:
         """Host pages that its reads fill, which are not in the tree yet."""
         if self.phase is not PrefetchPhase.READ:

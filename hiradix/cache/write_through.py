@@ -111,6 +111,29 @@ class WriteThrough:
                 self._submit(node, node.end, others)  # further components that its boundary needs
         self.storage_backup.store(node)
 
+    def copy_down(self, node: Node) -> bool:
+        """Copy down what the host lacks of the path to `node`, whatever the policy says of it, and what a
+        boundary there needs. False: the host has not got the room for all of it."""
+        runs: list[tuple[Node, int]] = []
+        last: Node | None = None  # of the run that the walk is in
+        at = self._tree.current(node)
+        while at is not None and (parent := at.parent) is not None:
+            device = at.device.pages
+            if at.host.pages is not None or device is None or self._writing[BACKBONE][device[0]]:
+                last = None
+            elif last is None:
+                last = at
+                runs.append((last, at.start))
+            else:
+                runs[-1] = (last, at.start)
+            at = parent
+        for last, start in reversed(runs):
+            copy = self._submit(last, start, is_wished=True)
+            if copy is None or copy.node.end < last.end:
+                return False
+        others = [] if self._is_plain else self._others(node, node.end)
+        return not others or self._submit(node, node.end, others, is_wished=True) is not None
+
     def _submit_inner(self, node: Node, start: int) -> None:
         """Copy the further components of the boundaries between page `start` of the path and `node`. Earlier
         inserts ended there, and their backbone is copied only now."""
@@ -152,18 +175,23 @@ class WriteThrough:
         return runs
 
     def _submit(
-        self, node: Node, start: int, others: list[NodePages] | None = None, is_new: bool = True
+        self,
+        node: Node,
+        start: int,
+        others: list[NodePages] | None = None,
+        is_new: bool = True,
+        is_wished: bool = False,
     ) -> WriteThroughCopy | None:
         """Submit one copy of the path from page `start` to `node`, as far as the host pool can take it. Returns
         the job, or None if nothing could be copied.
 
         others: segments of further components to copy along; None: those that the boundary at the copy's end
         lacks. is_new: written through, not written back on eviction. Then the pages must be worth their room,
-        and the path is locked in both tiers first, so that making room evicts no host copy above it (see
-        `write_back`).
+        unless they were wished for (`is_wished`), and the path is locked in both tiers first, so that making
+        room evicts no host copy above it (see `write_back`).
         """
         locks = self._locked(node) if is_new or not self._is_plain else []
-        wanted, last = self._affordable(node, start, is_new)
+        wanted, last = self._affordable(node, start, is_new and not is_wished)
         target = node if last is None else last
         if locks and target is not node and not self._is_plain:  # its window is another one
             longer, locks = locks, self._locked(target)

@@ -65,7 +65,7 @@ class KVEvents:
         self._tree = tree
         self._changes: list[TierChange] = []
         self._has_named_storage = False
-        tree.watch = self
+        tree.add_watch(self)
 
     # -- the scheduler's thread: what the tree tells ------------------------------------------
 

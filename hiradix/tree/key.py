@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import index
 from typing import Any, Final, SupportsIndex
@@ -156,6 +156,20 @@ def as_tokens(token_ids: Any) -> Tokens:
     return tokens
 
 
+def _is_pairs(token_ids: Any) -> bool:
+    return isinstance(token_ids, (list, tuple)) and len(token_ids) > 0 and isinstance(token_ids[0], tuple)
+
+
+def _unpaired(pairs: Sequence[Any]) -> Tokens:
+    """The tokens of bigrams written out, [(a, b), (b, c), ...], as SGLang 0.5.9 has them: [a, b, c, ...]."""
+    both = np.asarray(pairs)
+    if both.ndim != 2 or both.shape[1] != 2 or not np.array_equal(both[1:, 0], both[:-1, 1]):
+        raise TypeError(
+            "token_ids: bigrams must be pairs of which each begins with the token that one ends in"
+        )
+    return as_tokens(np.append(both[:, 0], both[-1, 1]))
+
+
 def _extra(given: Any) -> bytes | None:
     if given and not isinstance(given, bytes):
         raise TypeError(f"page extras must be bytes, got {type(given).__name__}")
@@ -185,9 +199,13 @@ class Bookmark:
 class RadixKey:
     """Tokens int64 [N] in a namespace. `len()` counts tokens, or the N - 1 bigrams if `is_bigram`.
 
+    It is a sequence of these: it iterates, is cut by slices, and equals a list of the same; an index gives the
+    key of that one token, as upstream's does.
+
     token_ids: list, `array('q')`, numpy array or CPU tensor; int64 buffers are viewed, not copied, so the
-        caller must not change tokens it has put into a key.
+        caller must not change tokens it has put into a key. With `is_bigram` also a list of pairs.
     extra_key, cache_salt: text or None; anything else is refused with BadNamespace.
+    limit: tokens of `token_ids` that count, None for all of them.
     page_extras: per page, a digest of what else decides the page's data (an image behind placeholder
         tokens), or None (or empty). Pages beyond its end have none. It counts pages from the key's start.
     bookmark: where it was found last, shared with its heads, and by all keys of a `TokenLog`.
@@ -199,6 +217,8 @@ class RadixKey:
     RadixKey([1, 2, 3, 4], len=4, Namespace(extra_key='adapter-1', cache_salt=None, is_bigram=False))
     >>> key.bigrams()
     RadixKey([1, 2, 3, 4, 5], len=4, Namespace(extra_key='adapter-1', cache_salt=None, is_bigram=True))
+    >>> list(key), key[1:3] == [2, 3], key[-1] == [5], list(key[:3].bigrams())
+    ([1, 2, 3, 4, 5], True, True, [(1, 2), (2, 3)])
     >>> RadixKey([1.5])
     Traceback (most recent call last):
     TypeError: token ids must be integers, got float64
@@ -214,14 +234,17 @@ class RadixKey:
         token_ids: Any,
         extra_key: Any = None,
         is_bigram: bool = False,
-        *,
+        limit: Any = None,
         cache_salt: Any = None,
+        *,
         page_extras: Sequence[bytes | None] | None = None,
     ):
         self._array: array[int] | None = None
         self._tokens = _NO_TOKENS  # of an array, each look at it makes a view of its own: it may grow
         if isinstance(token_ids, array) and token_ids.typecode == "q":
             self._array = token_ids
+        elif is_bigram and _is_pairs(token_ids):
+            self._tokens = _unpaired(token_ids)
         else:
             self._tokens = as_tokens(token_ids)
         self.bookmark = Bookmark()
@@ -230,6 +253,10 @@ class RadixKey:
             self.extras = tuple(map(_extra, page_extras))
         self.run, self.run_start, self.run_end, self.run_width = b"", 0, 0, NARROW
         num_tokens = len(self._tokens if self._array is None else self._array)
+        if limit is not None and num_of(limit) < num_tokens:
+            num_tokens = index(limit)
+            if self._array is None:
+                self._tokens = self._tokens[:num_tokens]
         self._set(namespace(extra_key, cache_salt, is_bigram), num_tokens)
 
     def _set(self, space: Namespace, num_tokens: int) -> None:
@@ -287,11 +314,30 @@ class RadixKey:
         return self.space.is_bigram
 
     @property
-    def token_ids(self) -> Tokens:
-        return self.tokens
+    def token_ids(self) -> list[int]:
+        """The tokens as a list, which is made at each call; `tokens` is a view."""
+        tokens: list[int] = self.tokens.tolist()
+        return tokens
 
     def __len__(self) -> int:
         return self._len
+
+    def __iter__(self) -> Iterator[Any]:
+        """Each token, or the two tokens of each bigram."""
+        tokens = self.token_ids
+        return iter(list(zip(tokens, tokens[1:], strict=False)) if self.space.is_bigram else tokens)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether it is the same key; of a list, whether it has what this iterates over."""
+        if isinstance(other, RadixKey):
+            is_same = self.space == other.space and self.extras == other.extras
+            return is_same and np.array_equal(self.tokens, other.tokens)
+        if isinstance(other, (list, array)):
+            return len(other) == self._len and list(self) == list(other)
+        return NotImplemented
+
+    def __hash__(self) -> int:
+        return hash((self.space, self.tokens.tobytes()))
 
     def __repr__(self) -> str:
         shown = ", ".join(map(str, self.tokens[:8].tolist())) + (", ..." if len(self.tokens) > 8 else "")
@@ -299,8 +345,18 @@ class RadixKey:
 
     # -- parts of it ------------------------------------------------------------------------
 
-    def __getitem__(self, part: slice) -> RadixKey:
-        """The first tokens (or bigrams) of the key, in its namespace: `key[:n]`. A view."""
+    def __getitem__(self, part: Any) -> RadixKey:
+        """The key of these tokens (or bigrams), in its namespace: `key[:n]`, `key[m:n]`, `key[i]`. A view.
+
+        ValueError for other steps than 1, and of a key with page extras for what does not start where it does:
+        extras belong to pages. IndexError.
+        """
+        if not isinstance(part, slice):
+            at = index(part)
+            at += self._len if at < 0 else 0
+            if not 0 <= at < self._len:
+                raise IndexError(f"a key of {self._len} has no {part}")
+            part = slice(at, at + 1)
         start, stop, step = part.indices(self._len)
         if step != 1 or (start and self.extras is not None):
             raise ValueError(f"only key[:n] is a key, got {part}")

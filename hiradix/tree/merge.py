@@ -18,7 +18,7 @@ import numpy as np
 
 from hiradix.tree import ids
 from hiradix.tree.hashing import DIGEST_BYTES
-from hiradix.tree.node import TIERS, Node
+from hiradix.tree.node import NAME_BYTES, TIERS, Node
 from hiradix.tree.residency import Residencies
 
 RATIO: Final = 2
@@ -95,15 +95,21 @@ def _merge_runs(bottom: Node, down: Sequence[Node]) -> None:
     bottom.run = b"".join([*(node.run[: len(node.run) - overlap] for node in down[:-1]), bottom.run])
     if any(node.extras is not None for node in down):
         bottom.extras = tuple(e for node in down for e in node.extras or (None,) * node.num_pages)
-    digests = b""
-    for node in down:
-        digests += node.digests
-        if len(node.digests) < node.num_pages * DIGEST_BYTES:
-            break  # what is known further down would have no place
-    bottom.digests = digests
+    bottom.digests = _leading([node.digests for node in down], [node.num_pages * DIGEST_BYTES for node in down])
+    bottom.names = _leading([node.names for node in down], [node.num_pages * NAME_BYTES for node in down])
     bottom.hit_count = max(node.hit_count for node in down)
     bottom.priority = max(node.priority for node in down)
     bottom.created = min(node.created for node in down)
+
+
+def _leading(parts: Sequence[bytes], whole: Sequence[int]) -> bytes:
+    """The parts up to the first that is shorter than `whole`: what is known behind it would have no place."""
+    found = b""
+    for part, size in zip(parts, whole, strict=True):
+        found += part
+        if len(part) < size:
+            break
+    return found
 
 
 def _detach(node: Node, successor: Node, num_components: int) -> None:

@@ -25,6 +25,7 @@ NO_PAGES.flags.writeable = False
 UNBOUNDED: Final = sys.maxsize
 WASTE: Final = 4  # see `Granularity`
 BACKBONE: Final = 0  # index of the component that every node has
+NAME_BYTES: Final = 8  # of a page's name, see `Node.names`
 
 
 class Tier(IntEnum):
@@ -137,12 +138,13 @@ class Node:
         a boundary at its end needs; a split leaves it with the lower half.
     note: the eviction policy's note of the last use. chain: the tree observer's (see `residency.Watch`). Both
         halves of a split share them.
+    names: 8-byte names of its leading pages, for whoever remembers what has left the cache.
     """
 
     __slots__ = (
         "parent", "children", "row", "run", "width", "extras", "space", "start", "end", "digests",
         "device", "host", "others", "num_device_children",
-        "hit_count", "priority", "created", "stored", "boundary_stored", "successor", "note", "chain",
+        "hit_count", "priority", "created", "stored", "boundary_stored", "successor", "note", "chain", "names",
     )  # fmt: skip
 
     def __init__(self, parent: Node | None, start: int, end: int, num_others: int):
@@ -168,6 +170,7 @@ class Node:
         self.successor: Node | None = None
         self.note: Any = None
         self.chain: Any = None
+        self.names = b""
 
     def __repr__(self) -> str:
         return f"Node([{self.start}, {self.end}), children={len(self.children)})"
@@ -244,6 +247,7 @@ def split_run(node: Node, upper: Node, page_size: int) -> None:
     if node.extras is not None:
         upper.extras, node.extras = _some(node.extras[:at]), _some(node.extras[at:])
     upper.digests, node.digests = node.digests[: at * 32], node.digests[at * 32 :]
+    upper.names, node.names = node.names[: at * NAME_BYTES], node.names[at * NAME_BYTES :]
     node.start = upper.end
 
 

@@ -62,6 +62,33 @@ class Watch(Protocol):
         """Storage was attached, detached or cleared: earlier `backed_up` calls hold no more."""
 
 
+class Watches:
+    """Several watches as one: each is told, in the order in which they came."""
+
+    def __init__(self, *watches: Watch):
+        self.watches = watches
+
+    def stored(self, node: Node, tier: int) -> None:
+        for watch in self.watches:
+            watch.stored(node, tier)
+
+    def removed(self, node: Node, tier: int) -> None:
+        for watch in self.watches:
+            watch.removed(node, tier)
+
+    def cleared(self) -> None:
+        for watch in self.watches:
+            watch.cleared()
+
+    def backed_up(self, node: Node, start: int, end: int) -> None:
+        for watch in self.watches:
+            watch.backed_up(node, start, end)
+
+    def storage_changed(self) -> None:
+        for watch in self.watches:
+            watch.storage_changed()
+
+
 class Places:
     """The page ids of one component and tier that are in the tree: each at one place at most (invariant 10).
 

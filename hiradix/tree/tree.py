@@ -62,7 +62,7 @@ from hiradix.tree.node import (
 )
 from hiradix.tree.order import LruOrder, OrderFactory
 from hiradix.tree.page_hashes import known_prior, path_extras, path_tokens, windows
-from hiradix.tree.residency import Dropped, Residencies, Watch
+from hiradix.tree.residency import Dropped, Residencies, Watch, Watches
 from hiradix.tree.walk import walk
 
 _INT32: Final = np.dtype(np.int32)
@@ -202,6 +202,11 @@ class RadixTree:
     def find(self, key: RadixKey) -> Node:
         """The deepest node that lies on `key` as a whole, whatever is resident there."""
         return walk(self.root, key, len(key) // self.page_size, self.page_size)[0]
+
+    def follow(self, key: RadixKey) -> tuple[Node, Node | None, int]:
+        """As `find`, with the node's child that lies on `key` in part, or None, and how many of its pages do.
+        Splits nothing, and is no use."""
+        return walk(self.root, key, len(key) // self.page_size, self.page_size)
 
     def pages(self, node: Node, tier: Tier, start: SupportsIndex = 0, component: int = BACKBONE) -> Pages:
         """Page ids int32 [node.end - start] of the path from page `start` to the end of `node`.
@@ -530,6 +535,18 @@ class RadixTree:
             self._residencies.drop(n, BACKBONE, DEVICE, out)
         return out.freed()
 
+    def drop_own(self, node: Node, tier: Tier) -> list[Freed]:
+        """Drop what `node` alone has in `tier`, unless something locks it or is there only by it. Of a device
+        node without a host copy, its host-only descendants too."""
+        at, out = self.current(node), Dropped(self._residencies.places)
+        if at is None or at.parent is None:
+            return []
+        entry = at.host if tier else at.device
+        is_needed = bool(at.children) and at.device.pages is None if tier else at.num_device_children > 0
+        if entry.pages is not None and entry.lock_ref == 0 and not is_needed:
+            self._residencies.drop(at, BACKBONE, tier, out)
+        return out.freed()
+
     def clear(self) -> list[Freed]:
         """Drop everything, locked or not. Earlier locks and node references are void."""
         out = Dropped(self._residencies.places)
@@ -626,6 +643,11 @@ class RadixTree:
         if self.root.children:
             raise Misuse("a tree is watched from the beginning or not at all")
         self._residencies.watch = watch
+
+    def add_watch(self, watch: Watch) -> None:
+        """Have one more told. Misuse, unless the tree is empty."""
+        before = self.watch
+        self.watch = watch if before is None else Watches(before, watch)
 
     def check(self, locks: Iterable[Lock] | None = None) -> None:
         """Assert the module's invariants. O(tree). locks: all locks not given back, to check the counts

@@ -401,7 +401,8 @@ class Rank:
             for p in cache.prefetcher._running
         ]
         waiting = [(p.handle, p.phase, p.lock is None, p.wants_hold) for p in cache.prefetcher._waiting]
-        prefetches = [prefetches, waiting, cache.prefetcher.reserved_pages(), cache.prefetcher.num_short]
+        reserved = cache.prefetcher.room
+        prefetches = [prefetches, waiting, reserved.reserved_pages(), reserved.num_short]
         room = (self.device.available, cache.supply.host.available)
         gate = cache.no_regret
         return [nodes, orders, flights, prefetches, room, cache.counters, self.said, self.gates,

@@ -186,7 +186,7 @@ BUGS = [
         "19",
         "who waits no more keeps what was held for it",
         "Prefetcher.stop",
-        "self._unlock(_1)",
+        "self.room.release(_1)",
         "pass",
         "tests/cache/test_waiting.py",
     ),

@@ -137,7 +137,7 @@ def test_prefetched_pages_are_kept_until_their_request_is_scheduled() -> None:
     vllm.add(long)
     vllm.run(lambda: vllm.running == [long])
     vllm.add(request("b", PAGES, max_tokens=1))
-    vllm.run(lambda: not len(vllm.role.prefetcher) and vllm.role.prefetcher.reserved_pages() == [PAGES])
+    vllm.run(lambda: not len(vllm.role.prefetcher) and vllm.role.prefetcher.room.reserved_pages() == [PAGES])
     vllm.index.supply.evict(1, 20)  # type: ignore[arg-type]
     vllm.drain()
     assert vllm.hit_tokens == PAGES * S

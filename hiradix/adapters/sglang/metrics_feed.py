@@ -69,7 +69,7 @@ class MetricsFeed:
         if self._storage is not None:
             prefetcher, size = inner.cache.prefetcher, self._cache.page_size
             self._show_room(
-                (prefetcher.num_held * size, prefetcher.caps[BACKBONE] * size, prefetcher.num_short)
+                (prefetcher.room.num_held * size, prefetcher.caps[BACKBONE] * size, prefetcher.room.num_short)
             )
         stats = inner.controller.stats()
         num_results = sum(kind.num_results for kind in stats.kinds.values())

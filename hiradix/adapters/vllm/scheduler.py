@@ -252,7 +252,7 @@ class SchedulerRole:
         """
         if self._quiet is None or self.storage.is_asked:
             return None
-        if self._prefetcher is not None and self._prefetcher.is_due:
+        if self._prefetcher is not None and self._prefetcher.room.is_due:
             return None
         size, requests = self.index.page_size, self.requests
         for request_id, end in () if self._saves_lost else computed:
@@ -275,7 +275,7 @@ class SchedulerRole:
         that vLLM itself zeroes, or fills from others, before the forward."""
         self._is_reported = False
         if self._prefetcher is not None:
-            self._prefetcher.next_round()
+            self._prefetcher.room.next_round()
         self._book()
         written, num_tokens = self.device.start_loading(), 0
         is_loading = bool(written)
@@ -400,7 +400,7 @@ class SchedulerRole:
             for result in results:
                 self.index.in_flight.apply(result)
         if self._prefetcher is not None:
-            self._prefetcher.balance()
+            self._prefetcher.room.balance()
         if not has_come:
             return
         self._happened()
@@ -467,9 +467,9 @@ class SchedulerRole:
         if p is None:
             return {}
         return {
-            "waiting_reserved_pages": p.num_held,
+            "waiting_reserved_pages": p.room.num_held,
             "waiting_reserved_pages_cap": p.caps[BACKBONE] if self.has_storage else 0,
-            "requests_waiting_for_host_room": p.num_short,
+            "requests_waiting_for_host_room": p.room.num_short,
         }
 
     def take_stats(self) -> dict[str, float]:

@@ -113,6 +113,7 @@ class _Canary:
         state = None if source is None or target is None else StateUse(source, target)
         pools = self.pools
         self.model.forward([Work(tokens, end, row, state)], pools.of_pass(pools.all))
+        self.model.commit()
 
     def _pages_of(self, slot: int, state: int | None) -> tuple[int | None, ...]:
         """The page in each pool of the token page that begins at `slot`, with its state record `state`."""

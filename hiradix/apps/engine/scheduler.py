@@ -32,6 +32,7 @@ from hiradix.tree import RadixKey
 
 _MIN_RESERVE = 0.2  # share of a running request's remaining answer that admission keeps free
 _RESERVE_DECAY = 0.98  # per plan, back to the minimum after a retraction
+_MAX_SCORED = 256  # tokens of a prompt with logits in one pass: a row of the vocabulary each
 _MAX_FAILED_PASSES = 2  # a request whose admissions failed so often with a load computes what is on the host
 
 
@@ -80,7 +81,7 @@ class Scheduler:
         self.limits = limits
         self.turns = turns
         self._cache = cache
-        self._slots = SlotSupply(cache, allocator, limits.page_size, turns)
+        self._slots = SlotSupply(cache, allocator, limits.page_size, turns.ends)
         if self._slots.has_windows != (limits.window is not None):
             raise Misuse(f"window {limits.window}, {allocator}")
         self._rows = rows
@@ -100,7 +101,7 @@ class Scheduler:
             raise Misuse(f"{len(self.waiting)} requests wait already")
         self.waiting.append(request)
         self.turns.arrived(request)
-        if self._cache.enable_storage:
+        if self._cache.enable_storage and not request.num_unscored:
             self._match(request)
             matched = len(request.prefix_indices) + request.host_hit_length
             missing = request.tokens(matched, request.num_tokens - 1)
@@ -283,6 +284,8 @@ class Scheduler:
         It ends where the request parts from others, if there is no record: the next one finds one there.
         """
         count, done, size = request.num_uncomputed, request.num_computed, self.limits.page_size
+        if request.num_unscored:
+            remaining = min(count if remaining is None else remaining, _MAX_SCORED)
         if remaining is not None and count > remaining:
             aligned = (done + remaining) // size * size - done
             count = aligned if aligned > 0 else remaining
@@ -318,8 +321,9 @@ class Scheduler:
         return _Admission.DONE
 
     def _match(self, request: Request) -> None:
-        """Look the request's tokens up, all but the last: one token must be computed to have logits."""
-        tokens = request.tokens(0, request.num_tokens - 1)
+        """Look the request's tokens up, all but the last: one token must be computed to have logits. A prompt
+        whose log probabilities are asked for is computed whole."""
+        tokens = request.tokens(0, 0 if request.num_unscored else request.num_tokens - 1)
         key = RadixKey(tokens, request.extra_key, cache_salt=request.cache_salt)
         match = self._cache.match_prefix(MatchPrefixParams(key=key))
         request.prefix_indices = match.device_indices

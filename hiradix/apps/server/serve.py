@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from hiradix.apps.engine.api import EngineConfig
 from hiradix.apps.server.flags import ServeConfig, make_parser, parse_serve_args, tenants_of
 from hiradix.config import EXTRA_CONFIG_FLAG
 from hiradix.errors import CacheError, ConfigError
+from hiradix.sources import placed
 
 if TYPE_CHECKING:
     import uvicorn
@@ -89,8 +90,10 @@ def serve(arguments: Sequence[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         make_parser().print_help()
         return 0
+    places: Mapping[str, str] = {}
     try:
         config = parse_serve_args(arguments)
+        places = config.places
         logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
         with _stop_on_signals():
             listener = bind(config.host, config.port)
@@ -101,7 +104,7 @@ def serve(arguments: Sequence[str]) -> int:
         line = start_up_line(error)
         if any(argument.startswith("--file-storage-path") for argument in arguments):
             line = line.replace(f"{EXTRA_CONFIG_FLAG}: file_storage_path", "--file-storage-path")
-        print(f"hiradix serve: error: {line}", file=sys.stderr)
+        print(f"hiradix serve: error: {placed(line, places)}", file=sys.stderr)
         return 2
     except _Stopped:
         return 0
