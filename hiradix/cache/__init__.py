@@ -2,10 +2,13 @@
 
     core             HierarchicalCache: what an engine's prefix cache calls
     write_through    device to host            load_back    host to device
-    storage_backup   host to storage           prefetch     storage to host, with reads, boundaries, waiting
+    storage_backup   host to storage           prefetch     storage to host, with reads and boundaries
+    reserved_room    host pages of requests that wait, in the order of `waiting`
     pages            allocation, eviction, and the one owner that frees
     in_flight        a record for each transfer under way
     agreement        several ranks keep identical trees
+    intents          wishes of a session or router: hold, bring, locate, forget
+    departed, misses why the cache has no more of a prompt
     host_index, foreign_device    the same for an engine whose device pages are its own (vLLM)
 
 The only package that sees both the tree and the transfer controller.
