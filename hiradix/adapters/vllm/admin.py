@@ -9,8 +9,8 @@
 
 vLLM has no place for endpoints of a connector, so this is a listener of its own in the scheduler's process,
 on loopback, if `admin_port` is set. What is asked is taken up with vLLM's next step: the answer is 202.
-What may be attached is what `attachable` and `attach_allow` say, and what was attached at start, as
-`default`.
+Only configurations that `attachable` or `attach_allow` permit may be attached, and as `default` the one that was
+attached at start.
 """
 
 from __future__ import annotations
