@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from hiradix.apps.server.fields import fields_markdown
 from hiradix.apps.server.flag_table import flags_markdown
 from hiradix.storage.attach.tables import storage_keys_markdown
 
@@ -13,6 +14,7 @@ BEGIN = "<!-- made by python -m tests.project.generated -->\n"
 END = "<!-- end -->\n"
 PAGES: dict[str, Callable[[], str]] = {
     "flags.md": flags_markdown,
+    "http-api.md": fields_markdown,
     "storage-keys.md": storage_keys_markdown,
 }
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from hiradix.apps.engine.api import EngineConfig
+from hiradix.apps.engine.smollm2 import MODEL_NAME, smollm2_path
 from hiradix.apps.server.flag_table import FLAGS, MAX_DIST_TIMEOUT_S, Flag, setting_of_flag
 from hiradix.apps.server.key_files import choose_key, read_tenants
 from hiradix.browsers import Allowed, allowed
@@ -64,6 +65,8 @@ class ServeConfig:
     tenants: Mapping[str, str | None] = field(default_factory=dict, repr=False)
     api_keys_path: str | None = None
     needs_salt: bool = False
+    other_names: tuple[str, ...] = ()
+    tool_parser: str | None = None
     extra_config_text: str | None = field(default=None, repr=False)
     metric_labels: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -167,6 +170,8 @@ def parse_serve_args(arguments: Sequence[str]) -> ServeConfig:
         tenants=tenants,
         api_keys_path=args.api_keys,
         needs_salt=args.require_cache_salt,
+        other_names=() if args.served_model_name else _other_names(args.model_path),
+        tool_parser=args.tool_call_parser,
         extra_config_text=args.hicache_storage_backend_extra_config,
         metric_labels=_metric_labels(args.extra_metric_labels),
         notes=notes,
@@ -289,10 +294,20 @@ def _check_names(config: HiCacheConfig) -> None:
         StoreSettings.read(config.hicache_storage_backend_extra_config.backend)
 
 
+def _other_names(model_path: str) -> tuple[str, ...]:
+    """By which a model without a served name is known beside its path: its folder's name."""
+    name = Path(model_path).expanduser().resolve().name
+    return (name,) if name and name != model_path else ()
+
+
 def _model_path(text: str) -> str:
     path = Path(text).expanduser()
+    if text == MODEL_NAME and not path.is_dir():
+        return str(smollm2_path())
     if not path.is_dir():
-        raise ConfigError(f"--model-path: {text} is not a directory")
+        raise ConfigError(
+            f"--model-path: {text} is not a directory, and not {MODEL_NAME}, which is known by name"
+        )
     if not (path / "config.json").is_file():
         raise ConfigError(f"--model-path: {text} has no config.json, it is not a transformers checkpoint")
     return str(path)

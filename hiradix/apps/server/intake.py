@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from hiradix.apps.server.bounded_executor import BoundedExecutor
-from hiradix.apps.server.schema import MAX_BODY_BYTES, ApiError
+from hiradix.apps.server.errors import ApiError
+from hiradix.apps.server.schema import MAX_BODY_BYTES
 from hiradix.errors import Misuse
 
 MAX_BYTES = 4 * MAX_BODY_BYTES
