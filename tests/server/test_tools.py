@@ -6,14 +6,17 @@ import json
 import random
 from typing import Any
 
+import llguidance
 import pytest
 
+from hiradix.apps.engine import grammar
 from hiradix.apps.server.tools import (
     FORMATS,
     CallDelta,
     CallReader,
     Delta,
     TextDelta,
+    calls_rules,
     described,
     format_of,
 )
@@ -142,6 +145,21 @@ def test_no_more_calls_than_are_asked_for() -> None:
     answer = '<tool_call>{"name": "a", "arguments": {}}</tool_call>' * 3
     _, calls, _ = read("hermes", list(answer), most=1)
     assert [name for name, _ in calls] == ["a"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("most_one", [True, False])
+def test_a_forced_call_has_a_grammar_in_every_family(name: str, most_one: bool) -> None:
+    schema = {
+        "$defs": {"n": {"type": "integer"}},
+        "type": "object",
+        "properties": {"x": {"$ref": "#/$defs/n"}},
+    }
+    tools = [{"function": {"name": "get", "parameters": schema}}, {"function": {"name": "now"}}]
+    form = FORMATS[name].forced
+    rules = calls_rules(form, tools, most_one, lambda text: 5 if form.is_special else None)
+    text = grammar.of_lark(f"start: calls\n{rules}")
+    assert llguidance.LLMatcher.validate_grammar(text) == "", rules
 
 
 @pytest.mark.parametrize(

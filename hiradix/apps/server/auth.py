@@ -160,7 +160,9 @@ def check(ring: KeyRing, scope: Scope, pages: Allowed = ANY_PAGE) -> JSONRespons
 
 def _authorization(scope: Scope) -> bytes:
     """The caller's key as `Authorization` has it; Anthropic's clients send it as `x-api-key`."""
-    found = {name: value for name, value in scope["headers"] if name in (b"authorization", b"x-api-key")}
+    found: dict[bytes, bytes] = {}
+    for name, value in scope["headers"]:
+        found.setdefault(name, value)
     if b"authorization" in found or b"x-api-key" not in found:
         return found.get(b"authorization", b"")
     return b"Bearer " + found[b"x-api-key"]

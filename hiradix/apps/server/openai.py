@@ -54,8 +54,8 @@ class OpenAI:
             model = answering.check_model(body.model)
             asked = body.asked(answering.owner(request), session_of(request))
             envelope = self._envelope("cmpl-", body, model, body.logprobs is not None)
-            echoed = answering.text_of if body.echo else None
-            make = partial(CompletionRenderer, envelope, echoed, body.max_tokens != 0)
+            echo = body.echoed(answering.text_of)
+            make = partial(CompletionRenderer, envelope, echo, body.max_tokens != 0)
             return await answering.job(asked, envelope.id, make)
 
     async def chat(self, request: Request) -> Response:

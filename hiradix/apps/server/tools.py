@@ -211,7 +211,8 @@ def calls_rules(
 
     special: the id of the special token of a text, None where it is plain text.
     """
-    rules, names = [], []
+    numbers = range(len(tools))
+    rules = [f"call: {' | '.join(f'call_{number}' for number in numbers)}"]
     for number, tool in enumerate(tools):
         function = tool["function"]
         head = f'{{"name": {json.dumps(function["name"])}, "{form.arguments}": '
@@ -220,29 +221,23 @@ def calls_rules(
             f"call_{number}: {json.dumps(head)} args_{number} {json.dumps('}')}",
             f"args_{number}: %json {json.dumps(schema)}",
         ]
-        names.append(f"call_{number}")
-    call = " | ".join(names)
     begin, end = _mark(form.begin, special), _mark(form.end, special)
-    gap = ' "\\n" ' if form.end else " "
-    separator = '", "' if form.opening else '"\\n"' if form.end else '"; "'
     if form.end:
-        one, group = f"{begin}{gap}({call}){gap}{end}", "one"
+        unit, separator, opening, closing = f'{begin} "\\n" call "\\n" {end}', "\\n", "", ""
     else:
-        one, group = f"({call})", "one"
-    more = "" if most_one else f" ({separator} {group})*"
-    body = f"{group}{more}"
-    if not form.end:
-        opening = " ".join(json.dumps(text) for text in (form.opening,) if text)
-        closing = " ".join(json.dumps(text) for text in (form.closing,) if text)
-        body = f"{begin} {opening} {body} {closing}"
-    return "\n".join([f"calls: {body}", f"one: {one}", *rules])
+        unit, separator = "call", ", " if form.opening else "; "
+        opening, closing = f"{begin} {_literal(form.opening)}", _literal(form.closing)
+    more = "" if most_one else f'("{separator}" unit)*'
+    return "\n".join([f"calls: {opening} unit {more} {closing}", f"unit: {unit}", *rules])
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text) if text else ""
 
 
 def _mark(text: str, special: Callable[[str], int | None]) -> str:
-    if not text:
-        return ""
-    token = special(text)
-    return json.dumps(text) if token is None else f"<[{token}]>"
+    token = special(text) if text else None
+    return _literal(text) if token is None else f"<[{token}]>"
 
 
 # -- growing answers -----------------------------------------------------------------------

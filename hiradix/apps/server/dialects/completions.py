@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -44,6 +45,13 @@ class CompletionBody(GenerationBody):
             found = [_ids(prompt)]
         return found
 
+    def echoed(self, decode: Callable[[Sequence[int]], str]) -> Echo | None:
+        """What is shown before the answers."""
+        if not self.echo:
+            return None
+        sent = [prompt if isinstance(prompt, str) else None for prompt in self.prompts()]
+        return Echo([one for one in sent for _ in range(self.n or 1)], decode)
+
     def asked(self, owner: Owner, session: str) -> Asked:
         """The request. ApiError."""
         limit = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
@@ -74,21 +82,34 @@ def _ids(prompt: list[Any]) -> list[int]:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """The prompts of all answers as texts: as they were sent, or decoded where they were token ids."""
+
+    sent: Sequence[str | None]
+    decode: Callable[[Sequence[int]], str]
+
+    def text(self, index: int, token_ids: Sequence[int]) -> str:
+        """The prompt of answer number `index`."""
+        sent = self.sent[index]
+        return self.decode(token_ids) if sent is None else sent
+
+
 class CompletionRenderer:
     """text_completion, whole and in chunks.
 
-    echoed: a prompt's text, where it is shown before the answer; has_answer: false for the prompt alone.
+    echo: prompts, where they are shown before their answers; has_answer: false for the prompt alone.
     """
 
     def __init__(
         self,
         envelope: Envelope,
-        echoed: Callable[[Sequence[int]], str] | None,
+        echo: Echo | None,
         has_answer: bool,
         generations: Sequence[Generation],
     ):
         self._envelope = envelope
-        self._echoed = echoed
+        self._echo = echo
         self._has_answer = has_answer
         self._prompt_ids = [generation.prompt_ids for generation in generations]
         self._offsets: dict[int, int] = {}
@@ -116,7 +137,7 @@ class CompletionRenderer:
         """New text, or what was asked for beside it."""
         output, text = piece.output, "".join(getattr(delta, "text", "") for delta in piece.deltas)
         is_first = piece.index not in self._shown
-        if not (text or piece.finish_reason or self._envelope.is_verbose or (is_first and self._echoed)):
+        if not (text or piece.finish_reason or self._envelope.is_verbose or (is_first and self._echo)):
             return []
         choice = self._choice(
             piece.index, text, output.logprobs, output.token_ids, piece.finish_reason, output.prompt_logprobs
@@ -149,9 +170,9 @@ class CompletionRenderer:
             text, logprobs, token_ids = "", (), ()
         is_first = index not in self._shown
         listed: list[TokenLogprob] = list(logprobs)
-        echoed = self._echoed is not None and is_first
-        if self._echoed is not None and is_first:
-            text = self._echoed(self._prompt_ids[index]) + text
+        echoed = self._echo is not None and is_first
+        if self._echo is not None and is_first:
+            text = self._echo.text(index, self._prompt_ids[index]) + text
         shown = None
         if self._envelope.with_logprobs:
             first = self._prompt_ids[index][0] if echoed else None
