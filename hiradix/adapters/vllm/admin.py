@@ -46,7 +46,7 @@ MAX_BODY_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class AdminCalls:
-    """What the endpoint does: both may be called on any thread.
+    """The endpoint's two actions, which may be called on any thread.
 
     ask: attach the named backend with its keys, prefetching by the named policy or as before; detach where
     the name is None. show: for GET. rules: what may be attached.

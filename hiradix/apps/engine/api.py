@@ -1,7 +1,8 @@
-"""What callers of the reference engine pass in and get back: frozen records, no torch, no threads."""
+"""The reference engine's requests and answers: frozen records, no torch, no threads."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index
@@ -36,6 +37,7 @@ FINISH_ERROR = "error"
 
 MAX_BIASES = 1024
 MAX_THREADS = 1024  # with too many the thread library ends the process
+CHECK_VARIABLE = "HIRADIX_CHECK"
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -213,7 +215,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What one step produced for one request; the last one of a request carries `finish_reason`.
+    """The output of one step for one request; a request's last one carries `finish_reason`.
 
     `token_ids` are new since the previous Output (empty at most in the last). `text` is the new text, held
     back while it may be the beginning of a stop string or of a character, and cut before a stop string; it
@@ -245,7 +247,7 @@ class EngineConfig:
     `context_length` None takes the model's; `chunked_prefill_size` None prefills whole prompts;
     `swa_full_tokens_ratio` None keeps all layers in one pool; `max_mamba_cache_size` None is four for each of
     `max_running_requests`; `num_threads` None means 1 on CPU. `check` runs the invariant and conservation
-    checks after every step (also switched on by HIRADIX_CHECK=1 in the environment).
+    checks after every step; unless it is given, HIRADIX_CHECK=1 in the environment does.
     """
 
     model_path: str = setting(
@@ -266,7 +268,10 @@ class EngineConfig:
         "max_queued_requests", 512, "Most requests that wait; further ones get 503."
     )
     chunked_prefill_size: int | None = _count(
-        "chunked_prefill_size", 512, "Most tokens one prefill pass computes; -1 prefills whole prompts."
+        "chunked_prefill_size",
+        512,
+        "Most tokens one prefill pass computes; -1 prefills whole prompts.",
+        none_at=-1,
     )
     schedule_policy: str = setting(
         "schedule_policy",
@@ -305,10 +310,10 @@ class EngineConfig:
     check: bool = setting(
         "check_invariants",
         Type.BOOL,
-        False,
-        "Assert the tree's invariants and page conservation after every step (slow; for tests); so does the "
-        "variable HIRADIX_CHECK=1.",
-        env="HIRADIX_CHECK",
+        lambda: os.environ.get(CHECK_VARIABLE) == "1",
+        "Assert the tree's invariants and page conservation after every step (slow; for tests).",
+        default_text="off",
+        env=CHECK_VARIABLE,
     )
     model_name: str | None = None
     seed: int = setting(

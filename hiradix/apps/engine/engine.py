@@ -5,7 +5,6 @@ step:  apply finished transfers -> plan -> start load backs -> forward -> sample
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -42,7 +41,7 @@ from hiradix.apps.engine.tensor_parallel import LoadGates
 from hiradix.apps.engine.tokenizer import Tokenizer
 from hiradix.apps.engine.turns import Turns
 from hiradix.config import HiCacheConfig
-from hiradix.errors import ConfigError, Misuse
+from hiradix.errors import Misuse
 from hiradix.events import KVEventsConfig, open_publisher
 from hiradix.memory import DevicePool
 from hiradix.policy.admission import make_admission
@@ -112,7 +111,7 @@ class Engine:
         self._ended: list[Output] = []
         self._open_timeout_s = None if group is None else open_timeout_s(group.timeout_s)
         self._gates = LoadGates(self.cache.layer_done_counter, group)
-        self._check = config.check or os.environ.get("HIRADIX_CHECK") == "1"
+        self._check = config.check
         self.is_blocked = False
         self.num_steps = 0
         self.publisher: Publisher | None = None  # of KV events
@@ -220,6 +219,7 @@ class Engine:
                 if part.admitted:
                     self._scheduler.undo_admission(part.request)
             return []
+        self._model.commit()
         ends = list(accumulate(one.num_logits for one in work))
         for one, end in zip(parts, ends, strict=True):
             if one.request.num_unscored:
@@ -322,8 +322,8 @@ class Engine:
             kv_bytes_per_token=pools.bytes_per_token,
             max_total_tokens=pools.num_tokens,
             available_tokens=free_tokens(pools.allocator),
-            evictable_tokens=self.cache.evictable_size(),
-            protected_tokens=self.cache.protected_size(),
+            evictable_tokens=self.cache.full_evictable_size(),
+            protected_tokens=self.cache.full_protected_size(),
             num_running=len(self._scheduler.running),
             num_waiting=len(self._scheduler.waiting),
             num_retractions=self._scheduler.num_retractions,
@@ -331,7 +331,7 @@ class Engine:
             storage_attached=self.cache.enable_storage,
             schedule_policy=config.schedule_policy,
             num_sessions_in=self._scheduler.turns.policy.num_in,
-            num_late=self._scheduler.turns.num_late,
+            num_late=self._scheduler.turns.controller.num_late,
         )
 
     def close(self, timeout_s: float = 10.0) -> None:
@@ -353,7 +353,7 @@ class Engine:
         policy = make_admission(self.config.schedule_policy, capacity)
         is_agreed = group is None or cache.has_host
         prices = Prices(cache.no_regret if is_agreed else NoRegret(False), self.config.cache.page_size)
-        return Turns(policy, cache, prices, time.monotonic if group is None else _rank_0s_clock(group))
+        return Turns(policy, cache, prices, time.monotonic if group is None else rank_0s_clock(group))
 
     def _build_cache(self, build_cache: BuildCache, group: ProcessGroup | None) -> PrefixCache:
         config, pools = self.config.cache, self._pools
@@ -388,15 +388,13 @@ class Engine:
             identity = model_identity(self.config.model_path, self.model_name)
         identity = run_with(identity, {"rope": self._model.fixed_rope})
         if pools.hybrid is not None:
-            if group is not None:
-                raise ConfigError(f"tp_size={group.size}: a second pool, of windows or states, is not cut")
-            return build_hybrid_cache(config, params, pools.hybrid, identity)
+            return build_hybrid_cache(config, params, pools.hybrid, _share_of(identity, group))
         return build_cache(config, params, pools.device, _share_of(identity, group))
 
 
-def _rank_0s_clock(group: ProcessGroup) -> Callable[[], float]:
-    """A collective call each time."""
-    return lambda: float(group.share(time.monotonic() if group.rank == 0 else None))
+def rank_0s_clock(group: ProcessGroup, clock: Callable[[], float] = time.monotonic) -> Callable[[], float]:
+    """Rank 0's clock on all ranks: a collective call each time."""
+    return lambda: float(group.share(clock() if group.rank == 0 else None))
 
 
 def _limits(config: EngineConfig, pools: EnginePools) -> SchedulerLimits:

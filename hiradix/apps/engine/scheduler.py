@@ -81,7 +81,7 @@ class Scheduler:
         self.limits = limits
         self.turns = turns
         self._cache = cache
-        self._slots = SlotSupply(cache, allocator, limits.page_size, turns)
+        self._slots = SlotSupply(cache, allocator, limits.page_size, turns.ends)
         if self._slots.has_windows != (limits.window is not None):
             raise Misuse(f"window {limits.window}, {allocator}")
         self._rows = rows
@@ -183,11 +183,11 @@ class Scheduler:
         """Add prompts to the decodes of a pass, under way and new ones, as their turn is. Where decodes leave
         nothing, one under way gets a token all the same."""
         budget = self.limits.chunk_tokens
-        left = None if budget is None else max(1, budget - len(parts))
+        remaining = None if budget is None else max(1, budget - len(parts))
         may_admit = budget is None or budget > len(parts)
         room = self._room_beside_answers()
-        for request in self._in_turn(under_way, left):
-            if left == 0:
+        for request in self._in_turn(under_way, remaining):
+            if remaining == 0:
                 return
             is_new = request.req_pool_idx is None
             if is_new:
@@ -200,15 +200,16 @@ class Scheduler:
                 if admission is not _Admission.DONE:
                     continue
                 room = self._room_beside_answers()
-            part = self._next_part(request, left, admitted=is_new)
+            part = self._next_part(request, remaining, admitted=is_new)
             parts.append(part)
-            left = None if left is None else left - part.num_tokens
+            remaining = None if remaining is None else remaining - part.num_tokens
 
-    def _in_turn(self, under_way: list[Request], left: int | None) -> list[Request]:
-        """Who may compute its prompt, the next first: those that were answered before they were retracted, then
-        as `turns` has them. A prefill under way that it leaves out comes last."""
+    def _in_turn(self, under_way: list[Request], remaining: int | None) -> list[Request]:
+        """The requests that may compute their prompts, next first: those that were answered before they were
+        retracted, then as `turns` has them. A prefill under way that it leaves out comes last."""
         known = {r.rid: r for r in (*under_way, *self.waiting)}
-        max_new, max_tokens = self.limits.max_running - len(self.running), math.inf if left is None else left
+        max_new = self.limits.max_running - len(self.running)
+        max_tokens = math.inf if remaining is None else remaining
         resumed = [r for r in known.values() if r.output_ids]
         ordered = [known[rid] for rid in self.turns.order(max_new, max_tokens) if rid in known]
         taken = {r.rid for r in (*resumed, *ordered)}
@@ -256,7 +257,7 @@ class Scheduler:
         return self._open_next(request)
 
     def _open_next(self, request: Request) -> bool:
-        """What beside full pages the next pass needs for a running request."""
+        """The memory beside full pages that the next pass needs for a running request."""
         return self._open_windows(request) and self._states.open(request, self._most_next(request))
 
     def _most_next(self, request: Request) -> int:
@@ -277,17 +278,17 @@ class Scheduler:
         start, end = max(own, request.num_computed // size * size), request.num_computed
         return self._slots.open_windows(self.row(request)[start : end + self._most_next(request)])
 
-    def _next_part(self, request: Request, left: int | None, *, admitted: bool) -> ScheduledTokens:
-        """The request's next chunk of at most `left` tokens, ending on a page boundary where it can.
+    def _next_part(self, request: Request, remaining: int | None, *, admitted: bool) -> ScheduledTokens:
+        """The request's next chunk of at most `remaining` tokens, ending on a page boundary where it can.
 
         It ends where the request parts from others, if there is no record: the next one finds one there.
         """
         count, done, size = request.num_uncomputed, request.num_computed, self.limits.page_size
         if request.num_unscored:
-            left = min(count if left is None else left, _MAX_SCORED)
-        if left is not None and count > left:
-            aligned = (done + left) // size * size - done
-            count = aligned if aligned > 0 else left
+            remaining = min(count if remaining is None else remaining, _MAX_SCORED)
+        if remaining is not None and count > remaining:
+            aligned = (done + remaining) // size * size - done
+            count = aligned if aligned > 0 else remaining
         if done < request.num_known < (done + count) // size * size:
             count = request.num_known - done
         return ScheduledTokens(request, count, admitted)

@@ -35,7 +35,7 @@ class GenerationBlock(Extension):
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """What chat templates are written for: whitespace, tags, filters and functions as in transformers."""
+    """The environment that chat templates expect: whitespace, tags, filters and functions as in transformers."""
     found = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
     )

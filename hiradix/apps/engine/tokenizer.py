@@ -174,7 +174,7 @@ class TextStream:
         return self._release(piece) if piece else ""
 
     def finish(self) -> str:
-        """What was held back, at the end of the answer; nothing after a stop string."""
+        """The text held back, at the end of the answer; nothing after a stop string."""
         if self.stopped:
             return ""
         text = self._release(self._decode_new(final=True))
@@ -192,7 +192,7 @@ class TextStream:
         return new[len(old) :]
 
     def _cut_short(self, old: str) -> str:
-        """What is final of a long run that shows nothing yet.
+        """The final part of a long run that shows no text yet.
 
         Tokens without text, special ones, are forgotten first (a space by itself may show none, two do). In
         front of an unfinished character is a finished one, a few tokens

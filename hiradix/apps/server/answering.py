@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -21,9 +21,10 @@ from hiradix.apps.server.auth import caller_of
 from hiradix.apps.server.bounded_executor import BoundedExecutor
 from hiradix.apps.server.errors import ApiError
 from hiradix.apps.server.generation import ClientGone, Run, api_error
-from hiradix.apps.server.intake import Intake
+from hiradix.apps.server.intake import CLIENT_CLOSED_REQUEST, Intake
 from hiradix.apps.server.metrics import RequestMetrics
-from hiradix.apps.server.schema import CLIENT_CLOSED_REQUEST, MAX_NAME_CHARS, Owner
+from hiradix.apps.server.render import Json, Renderer
+from hiradix.apps.server.schema import MAX_NAME_CHARS, Owner
 from hiradix.apps.server.service import Generation, Service, TokenizerLike
 from hiradix.apps.server.tools import FORMATS, ToolFormat, described, format_of
 
@@ -33,26 +34,6 @@ MAX_SHOWN = 4096
 SHOW_TIMEOUT_S = 600.0
 MAX_GRAMMARS = 64
 GRAMMAR_TIMEOUT_S = 60.0
-Json = dict[str, Any]
-
-
-class Renderer(Protocol):
-    """One shape of answers, of one request. Events are as they are sent."""
-
-    def whole(self, answers: Sequence[Answer], usage: Usage) -> Json:
-        """The body of an answer that is not streamed."""
-
-    def opening(self) -> list[bytes]:
-        """Events before the first output."""
-
-    def events(self, piece: Piece) -> list[bytes]:
-        """Events of one piece; none where it shows nothing."""
-
-    def closing(self, usage: Usage) -> list[bytes]:
-        """Events behind the last piece."""
-
-    def failure(self, error: ApiError) -> list[bytes]:
-        """Events that end a stream which failed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,10 @@ from hiradix.apps.server.dialects.chat import ChatBody, ChatRenderer
 from hiradix.apps.server.dialects.completions import CompletionBody, CompletionRenderer
 from hiradix.apps.server.errors import ApiError
 from hiradix.apps.server.fields import CHAT, COMPLETIONS
+from hiradix.apps.server.intake import read_body
 from hiradix.apps.server.render import Envelope
 from hiradix.apps.server.sampling import GenerationBody
-from hiradix.apps.server.schema import read_body, session_of
+from hiradix.apps.server.schema import session_of
 from hiradix.apps.server.session import SessionBody
 from hiradix.errors import Misuse
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hiradix.apps.engine.api import TokenLogprob, Usage
+from hiradix.apps.server.asked import Answer, Piece
+from hiradix.apps.server.errors import ApiError
 
 TokenText = Callable[[int], str]
 Json = dict[str, Any]
@@ -82,3 +84,27 @@ def _ranked(item: TokenLogprob, text_of: TokenText) -> Json:
         str(token): {"logprob": value, "rank": rank, "decoded_token": text_of(token)}
         for token, value, rank in entries
     }
+
+
+class Renderer:
+    """One shape of answers, of one request; each dialect has one. Events are as they are sent."""
+
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> Json:
+        """The body of an answer that is not streamed."""
+        raise NotImplementedError
+
+    def opening(self) -> list[bytes]:
+        """Events before the first output."""
+        return []
+
+    def events(self, piece: Piece) -> list[bytes]:
+        """Events of one piece; none where it shows nothing."""
+        raise NotImplementedError
+
+    def closing(self, usage: Usage) -> list[bytes]:
+        """Events behind the last piece."""
+        return [DONE]
+
+    def failure(self, error: ApiError) -> list[bytes]:
+        """Events that end a stream which failed."""
+        return [event(error.body()), DONE]

@@ -274,6 +274,26 @@ class GuardedStorage(PageStore):
         self._meters.of(Op.DELETE).ended(duration_s, 0 if reason else len(keys), 0, missed)
         return reason is None
 
+    def forget_tenant(self, tenant: str) -> int | None:
+        """Forget all pages of a tenant: how many there were. None where the backend cannot tell whose its pages
+        are, failed, or did not answer in time."""
+        forget = getattr(self.backend, "forget_tenant", _cannot_tell)
+        return self._counted("forget_tenant", partial(forget, tenant))
+
+    def forget_behind(self, keys: Sequence[str]) -> int | None:
+        """Forget all pages that continue one of these: how many there were. None as for `forget_tenant`."""
+        forget = getattr(self.backend, "forget_behind", _cannot_tell)
+        return self._counted("forget_behind", partial(forget, self._named(Batch.of(keys))))
+
+    def _counted(self, what: str, work: Callable[[], int | None]) -> int | None:
+        found: list[int | None] = []
+        return found[0] if self._admin(what, lambda: found.append(work())) else None
+
+    def scrub(self) -> bool:
+        """Leave no bytes and no names of what was forgotten; False when the backend failed, was late, or does
+        not give bytes back."""
+        return self.frees_deleted and self._admin("scrub", getattr(self.backend, "scrub", _nothing))
+
     # -- lifecycle ----------------------------------------------------------------------
 
     def clear(self) -> bool:
@@ -372,14 +392,14 @@ class GuardedStorage(PageStore):
         else:
             self._states.leave("damaged")
 
-    def _lands(self, op: Op) -> bool:
+    def _is_in_place(self, op: Op) -> bool:
         """Whether pages are filled in place, each checked as it comes."""
-        return op is Op.GET and self._traits.lands and not self._traits.verifies
+        return op is Op.GET and self._traits.in_place and not self._traits.verifies
 
     def _pieces(self, op: Op, sizes: Sequence[int]) -> list[range]:
         """The parts in which pages of such sizes go to the backend. A staged piece is filled while the backend
         has the one before: so the first of a put, which it waits for, is a short one."""
-        if self._direct is not None or self._lands(op):
+        if self._direct is not None or self._is_in_place(op):
             return chunks(sizes, DIRECT_PIECE_BYTES)
         wide = min(self._traits.width * max(sizes, default=0), WIDE_PIECE_BYTES)
         runs = chunks(sizes, max(self.limits.staging_bytes, wide))
@@ -516,8 +536,8 @@ class GuardedStorage(PageStore):
             for chunk in runs:
                 pages = moved.pages[chunk.start : chunk.stop]
                 moved.answered(chunk, session.run(work(chunk, pages)))
-        elif self._lands(op):
-            self._staged.land(session, moved, runs, work)
+        elif self._is_in_place(op):
+            self._staged.read_in_place(session, moved, runs, work)
         elif op is Op.GET:
             self._staged.read(session, moved, runs, work)
         else:
@@ -544,6 +564,11 @@ def _keys_ok(op: Op, keys: Sequence[str]) -> bool:
         logger.warning("storage %s: %s", op.value, error)
         return False
     return True
+
+
+def _cannot_tell(*_: object) -> int | None:
+    """Stands for a listing that a backend does not have."""
+    return None
 
 
 def _nothing(*_: object) -> None:

@@ -17,7 +17,7 @@ WhenJoined = Callable[[Any], None]
 
 
 class PageStore(ABC):
-    """What workers ask of the guarded store of one component. It answers, it never raises: a count of leading
+    """The guarded store of one component, as workers use it. It never raises: it answers a count of leading
     keys, or a flag for each page. Keys are a `Batch`, or a list of which nothing else is known."""
 
     @abstractmethod
@@ -31,6 +31,28 @@ class PageStore(ABC):
     @abstractmethod
     def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
         """Store pages under these keys; True: that one is stored."""
+
+    @abstractmethod
+    def delete(self, keys: Sequence[str]) -> bool:
+        """Forget these keys; False: some may be there still."""
+
+    @abstractmethod
+    def clear(self) -> bool:
+        """Forget all pages of this fingerprint; False: some may be there still."""
+
+    @abstractmethod
+    def forget_tenant(self, tenant: str) -> int | None:
+        """Forget all pages of a tenant: how many there were. None: it cannot tell whose its pages are, or
+        failed."""
+
+    @abstractmethod
+    def forget_behind(self, keys: Sequence[str]) -> int | None:
+        """Forget all pages that continue one of these in its chain: how many there were. None: it cannot tell
+        which these are, or failed."""
+
+    @abstractmethod
+    def scrub(self) -> bool:
+        """Leave no bytes and no names of what was forgotten; False where it failed."""
 
     @abstractmethod
     def register(self, memory: memoryview) -> bool:
@@ -49,7 +71,7 @@ class PageStore(ABC):
     @property
     @abstractmethod
     def troubles(self) -> Troubles:
-        """What its breakers have met."""
+        """The faults that its breakers have counted."""
 
     @abstractmethod
     def stats(self) -> Mapping[str, float]:

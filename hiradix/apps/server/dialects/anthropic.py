@@ -28,6 +28,7 @@ from hiradix.apps.server.asked import Answer, Asked, Piece
 from hiradix.apps.server.errors import ApiError
 from hiradix.apps.server.fields import MESSAGES
 from hiradix.apps.server.generation import api_error
+from hiradix.apps.server.intake import read_body
 from hiradix.apps.server.messages import (
     MAX_TOOLS,
     NamedFunction,
@@ -36,8 +37,8 @@ from hiradix.apps.server.messages import (
     text_only,
     tool_use,
 )
-from hiradix.apps.server.render import Json, event, tiers_json
-from hiradix.apps.server.schema import AddressedBody, Name, Owner, StopText, StrictBody, read_body, session_of
+from hiradix.apps.server.render import Json, Renderer, event, tiers_json
+from hiradix.apps.server.schema import AddressedBody, Name, Owner, StopText, StrictBody, session_of
 from hiradix.apps.server.service import Generation
 from hiradix.apps.server.tools import TextDelta
 
@@ -251,7 +252,7 @@ def anthropic_error(error: ApiError) -> Json:
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
-class AnthropicRenderer:
+class AnthropicRenderer(Renderer):
     """A message, whole or as events. is_marked: with `cache_control`, so that what was written is told."""
 
     def __init__(self, id: str, model: str, is_marked: bool, generations: Sequence[Generation]):
@@ -270,10 +271,6 @@ class AnthropicRenderer:
             )
         stop = _stop(answer.finish_reason, answer.matched_stop)
         return {**self._message(content, usage), **stop}
-
-    def opening(self) -> list[bytes]:
-        """The first event has the usage, which the first piece brings."""
-        return []
 
     def events(self, piece: Piece) -> list[bytes]:
         """Blocks as they grow."""

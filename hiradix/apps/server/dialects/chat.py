@@ -17,6 +17,7 @@ from hiradix.apps.server.render import (
     DONE,
     Envelope,
     Json,
+    Renderer,
     event,
     prompt_logprobs_json,
     token_name,
@@ -95,7 +96,7 @@ class ChatBody(GenerationBody):
         )
 
 
-class ChatRenderer:
+class ChatRenderer(Renderer):
     """chat.completion and chat.completion.chunk."""
 
     def __init__(self, envelope: Envelope, generations: Sequence[Generation]):
@@ -158,10 +159,6 @@ class ChatRenderer:
         """Usage, if asked for, and [DONE]."""
         last = [event(self._envelope.wrap(CHUNK, [], usage_json(usage)))]
         return [*(last if self._envelope.with_usage else ()), DONE]
-
-    def failure(self, error: ApiError) -> list[bytes]:
-        """The error, and [DONE]."""
-        return [event(error.body()), DONE]
 
     def _extras(self, logprobs: Sequence[TokenLogprob], token_ids: Sequence[int]) -> Json:
         found: Json = {}

@@ -15,6 +15,7 @@ from hiradix.apps.server.render import (
     DONE,
     Envelope,
     Json,
+    Renderer,
     event,
     prompt_logprobs_json,
     token_name,
@@ -95,7 +96,7 @@ class Echo:
         return self.decode(token_ids) if sent is None else sent
 
 
-class CompletionRenderer:
+class CompletionRenderer(Renderer):
     """text_completion, whole and in chunks.
 
     echo: prompts, where they are shown before their answers; has_answer: false for the prompt alone.
@@ -114,10 +115,6 @@ class CompletionRenderer:
         self._prompt_ids = [generation.prompt_ids for generation in generations]
         self._offsets: dict[int, int] = {}
         self._shown: set[int] = set()
-
-    def opening(self) -> list[bytes]:
-        """Nothing comes before the first text."""
-        return []
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> Json:
         """The body."""
@@ -154,10 +151,6 @@ class CompletionRenderer:
         """Usage, if asked for, and [DONE]."""
         last = [event(self._envelope.wrap(KIND, [], usage_json(self._counted(usage))))]
         return [*(last if self._envelope.with_usage else ()), DONE]
-
-    def failure(self, error: ApiError) -> list[bytes]:
-        """The error, and [DONE]."""
-        return [event(error.body()), DONE]
 
     def _counted(self, usage: Usage) -> Usage:
         return usage if self._has_answer else Usage(usage.prompt_tokens, 0, *_cached(usage))

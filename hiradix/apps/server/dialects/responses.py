@@ -21,6 +21,7 @@ from hiradix.apps.server.asked import Answer, AnswerForm, Asked, Call, Piece
 from hiradix.apps.server.errors import ApiError
 from hiradix.apps.server.fields import RESPONSES
 from hiradix.apps.server.generation import api_error
+from hiradix.apps.server.intake import read_body
 from hiradix.apps.server.messages import (
     MAX_TOOLS,
     FunctionBody,
@@ -33,9 +34,9 @@ from hiradix.apps.server.messages import (
     text_only,
     tool_use,
 )
-from hiradix.apps.server.render import Json, event, tiers_json
+from hiradix.apps.server.render import Json, Renderer, event, tiers_json
 from hiradix.apps.server.sampling import JsonSchemaForm, ResponseFormat
-from hiradix.apps.server.schema import AddressedBody, Name, Owner, StrictBody, read_body, session_of
+from hiradix.apps.server.schema import AddressedBody, Name, Owner, StrictBody, session_of
 from hiradix.apps.server.service import Generation
 from hiradix.apps.server.tools import TextDelta
 
@@ -205,7 +206,7 @@ class ResponsesBody(AddressedBody):
         return AnswerForm("text.format", make), asked.schema_of()
 
 
-class ResponsesRenderer:
+class ResponsesRenderer(Renderer):
     """A response, whole or as events. head: what every form of it has."""
 
     def __init__(self, head: Json, generations: Sequence[Generation]):

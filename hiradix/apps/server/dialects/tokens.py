@@ -11,8 +11,9 @@ from hiradix.apps.engine.api import Conversation, RequestError
 from hiradix.apps.server.answering import Answering
 from hiradix.apps.server.errors import ApiError
 from hiradix.apps.server.generation import api_error
+from hiradix.apps.server.intake import read_body
 from hiradix.apps.server.messages import Messages, Tools, plain_messages
-from hiradix.apps.server.schema import StrictBody, read_body
+from hiradix.apps.server.schema import StrictBody
 
 MAX_TOKEN_IDS = 1 << 20
 
