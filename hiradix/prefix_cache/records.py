@@ -138,6 +138,7 @@ class CacheInitParams:
     witness: ComputedPages | None = field(default=None, kw_only=True)
     adapter_of: Callable[[str | None], str] | None = field(default=None, kw_only=True)
     intents: IntentLimits = field(default=IntentLimits(), kw_only=True)
+    explain_names: int = field(default=0, kw_only=True)
 
 
 class MatchPrefixParams(NamedTuple):
