@@ -331,16 +331,18 @@ def storage(climb: Climb) -> list[Judged]:
 
 def storage_with_faults(climb: Climb) -> list[Judged]:
     """The store damages pages, loses some, fails each call; then it behaves, and hits are there again."""
-    judged = []
+    life, judged = climb.living, []
     for fault in [*(name for name in FAULTS if name), ""]:
-        climb.living.settle()
+        life.settle()
         climb.misbehave(fault)
-        climb.living.forget(host=True)
-        answers = climb.living.answer(climb.prompts)
+        life.forget(host=True)
+        answers = life.answer(climb.prompts)
         judged.append(Judged.of(climb.expected, answers))
         if fault in ("damages", "raises"):
             assert sum(answer["storage"] for answer in answers) == 0, fault
-    return judged
+    life.settle()  # what the breaker has left out by then is stored now
+    life.forget(host=True)
+    return [*judged, _asked_again(climb, "storage")]
 
 
 def storage_in_a_new_process(climb: Climb) -> list[Judged]:
