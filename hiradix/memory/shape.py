@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, Self
 
 import torch
@@ -47,7 +47,7 @@ class ArraySpec:
     head_dim: int
     dtype: torch.dtype
     per_page: bool = False
-    parts: tuple[Part, ...] = ()
+    parts: tuple[Part, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         if self.parts and sum(part.num_bytes for part in self.parts) != self.head_bytes:
@@ -115,12 +115,16 @@ class KVShape:
 
 @dataclass(frozen=True)
 class MLAShape:
-    """Multi-head latent attention: one latent row (compressed KV, then the rope part) per token and layer."""
+    """Multi-head latent attention: one latent row (compressed KV, then the rope part) per token and layer.
+
+    packed: in rows of bytes as `packed_fp8` has them the number of latents, else 0.
+    """
 
     num_layers: int
     kv_lora_rank: int
     qk_rope_head_dim: int
     dtype: torch.dtype
+    packed: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
         _require_sizes(self)
@@ -129,20 +133,21 @@ class MLAShape:
     def packed_fp8(cls, num_layers: int, kv_lora_rank: int, qk_rope_head_dim: int, **more: int) -> Self:
         """Rows as engines pack them: fp8 latents, a float32 scale per 128 of them, the rope part in bf16."""
         scales = kv_lora_rank // _SCALE_SPAN * 4
-        return cls(num_layers, kv_lora_rank + scales, 2 * qk_rope_head_dim, torch.uint8, **more)
+        sizes = kv_lora_rank + scales, 2 * qk_rope_head_dim
+        return cls(num_layers, *sizes, torch.uint8, packed=kv_lora_rank, **more)
 
     @property
     def arrays(self) -> tuple[ArraySpec, ...]:
         width = self.kv_lora_rank + self.qk_rope_head_dim
-        return (ArraySpec("latent", 1, width, self.dtype, parts=self._packed_parts()),)
-
-    def _packed_parts(self) -> tuple[Part, ...]:
-        """Of a row as `packed_fp8` has it; nothing of any other."""
-        scales, odd = divmod(self.kv_lora_rank, _SCALE_SPAN + 4)
-        if self.dtype is not torch.uint8 or odd or self.qk_rope_head_dim % 2:
-            return ()
-        codes = Part(torch.float8_e4m3fn, scales * _SCALE_SPAN, scaled_by=1)
-        return codes, Part(torch.float32, scales), Part(torch.bfloat16, self.qk_rope_head_dim // 2)
+        parts: tuple[Part, ...] = ()
+        if self.packed:
+            scales = self.packed // _SCALE_SPAN
+            parts = (
+                Part(torch.float8_e4m3fn, self.packed, scaled_by=1),
+                Part(torch.float32, scales),
+                Part(torch.bfloat16, (width - self.packed - 4 * scales) // 2),
+            )
+        return (ArraySpec("latent", 1, width, self.dtype, parts=parts),)
 
     def numbers(self) -> tuple[int, ...]:
         return (self.num_layers, self.kv_lora_rank, self.qk_rope_head_dim)

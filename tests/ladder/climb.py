@@ -25,6 +25,7 @@ MAX_TOKENS = 6
 CROWD_TOKENS = 24  # so many that requests outgrow what there was room for when they began
 LEAST_APART = 30.0
 KEEP = 3
+ABORT_STEPS = 6  # of an engine's steps, from one abort of a crowd to the next
 WRITTEN_S = 120.0
 TIERS = ("device", "host", "storage")
 Answers = Sequence[dict[str, Any]]
