@@ -174,11 +174,13 @@ def _numbers(values: torch.Tensor, parts: Sequence[Part]) -> list[torch.Tensor]:
         if plain.dtype is torch.uint8:
             plain = plain.view(torch.float8_e4m3fn)
         return [plain.to(torch.float64).flatten(1)]
-    sizes = [part.num_bytes for part in parts]
-    rows = values.contiguous().view(torch.uint8).reshape(len(values), -1, sum(sizes)).split(sizes, dim=-1)
-    found = [
-        row.contiguous().view(part.dtype).to(torch.float64) for row, part in zip(rows, parts, strict=True)
-    ]
+    rows = values.contiguous().view(torch.uint8)
+    rows = rows.reshape(len(values), -1, sum(part.num_bytes for part in parts))
+    found, begin = [], 0
+    for part in parts:
+        own = rows[..., begin : begin + part.num_bytes].contiguous().view(part.dtype)
+        found.append(own.to(torch.float64))
+        begin += part.num_bytes
     scales = {part.scaled_by for part in parts}
     return [
         _scaled(found[number], found[part.scaled_by])
@@ -191,7 +193,7 @@ def _numbers(values: torch.Tensor, parts: Sequence[Part]) -> list[torch.Tensor]:
 
 def _scaled(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """[layers, numbers] of codes [layers, rows, C] and scales [layers, rows, S], each for C / S codes."""
-    return (codes.unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]).flatten(1)
+    return (codes.reshape(*scales.shape, -1) * scales[..., None]).flatten(1)
 
 
 def _relative(one: torch.Tensor, other: torch.Tensor) -> list[float]:
