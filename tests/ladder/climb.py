@@ -37,8 +37,8 @@ class Run:
 
     write: its checkpoint, into a folder. page: tokens of a page. engine: the engine's own settings; crowded:
     those of a life with so little memory that requests give theirs up. own_hits: the engine computes otherwise
-    behind a hit, whoever had it: hits are judged by those of its own prefix cache. one_by_one: answers depend
-    on what is computed beside them, without a cache too, so that nothing is, and nobody is preempted.
+    behind a hit, whoever had it: hits are judged by those of its own prefix cache. alone: why it computes one
+    request at a time, so that none is preempted.
     """
 
     write: Callable[[Path], object]
@@ -46,7 +46,7 @@ class Run:
     engine: Mapping[str, Any] = field(default_factory=dict)
     crowded: Mapping[str, Any] = field(default_factory=dict)
     own_hits: bool = False
-    one_by_one: bool = False
+    alone: str = ""
 
 
 class Life(ABC):
@@ -364,7 +364,7 @@ def concurrency(climb: Climb) -> list[Judged]:
     expected = [right[number] for number in kept]
     judged = [Judged.of(expected, list(kept.values()))]
     preempted = life.num_preempted()
-    assert preempted > 0 or run.one_by_one, "nobody had to give memory up"
+    assert preempted > 0 or run.alone, "nobody had to give memory up"
     life.settle()
     before = _num_files(climb.pages)
     life.begin_crowd(climb.unseen)
@@ -399,7 +399,8 @@ def climbed(climb: Climb, arms: Sequence[str] = tuple(ARMS)) -> Iterator[Row]:
     try:
         for name in arms:
             begin_s = time.monotonic()
-            yield climb.row(name, begin_s, ARMS[name](climb))
+            judged = ARMS[name](climb)
+            yield climb.row(name, begin_s, judged, climb.run.alone if ARMS[name] is concurrency else "")
     finally:
         climb.close()
 

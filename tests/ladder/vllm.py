@@ -68,7 +68,8 @@ RUNS = {
             "enable_prefix_caching": True, "block_size": 16,
         },
         {"max_num_batched_tokens": 64},
-        own_hits=True, one_by_one=True,
+        own_hits=True,
+        alone="the kernel answers otherwise where prompts share a step, without a connector too",
     ),
     "gated delta": Run(
         _model(
@@ -88,6 +89,7 @@ RUNS = {
         ),
         STATE_BLOCK, HYBRID | STATES | {"max_num_batched_tokens": STATE_BLOCK},
         {"num_gpu_blocks_override": 32, "max_num_seqs": 8},
+        alone="a prefill takes whole steps, as these are of one block",
     ),
 }  # fmt: skip
 
