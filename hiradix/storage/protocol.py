@@ -195,7 +195,7 @@ class StorageBackend(Protocol):
         ...
 
     def forget_tenant(self, tenant: str) -> int | None:
-        """Forget every page of a tenant: how many there were. None: this store cannot tell whose its pages are."""
+        """Forget every page of a tenant: how many there were. None: this store cannot tell whose pages are."""
         return None
 
     def forget_behind(self, batch: Batch) -> int | None:

@@ -136,13 +136,16 @@ class Intents:
     # -- at each turn -------------------------------------------------------------------
 
     @property
-    def is_active(self) -> bool:
-        """Whether a tick has anything to do."""
-        return bool(self._open or self._renewals)
+    def is_due(self) -> bool:
+        """Whether a tick has anything to do. O(wishes that have not ended)."""
+        is_held = IntentState.HELD
+        return bool(self._renewals) or any(
+            job.state is not is_held or job.is_over for job in self._open.values()
+        )
 
     def tick(self) -> None:
         """Apply new wishes in their order, and go a step on with the others. Next to nothing without any."""
-        if self._is_applying or not self.is_active:
+        if self._is_applying or not (self._open or self._renewals):
             return
         self._is_applying = True
         try:
@@ -211,11 +214,13 @@ class Intents:
         """Device pages that leases alone keep, and give if nothing else can go."""
         return self.book.yieldable(component) if self.book.leases else 0
 
-    def reset(self) -> None:
-        """The tree was emptied: leases have ended, and nothing is left to be forgotten of it."""
+    def reset(self, is_empty: bool = True) -> None:
+        """The tree was emptied, or with `is_empty` False is about to be: leases have ended, and nothing is left
+        to be forgotten of it."""
         for job in list(self._open.values()):
             if isinstance(job, Lease):
-                job.forget_locks()
+                if is_empty:
+                    job.forget_locks()
                 job.end(IntentState.CANCELLED, "the cache was reset")
             elif isinstance(job, Forgetting):
                 job.reset()
