@@ -726,7 +726,28 @@ class PrefixCache:
     def submit(self, intent: Intent) -> Receipt:
         """Take a wish: it is applied with the next `check_hicache_events`, in the order of such calls. Where
         this cache cannot carry it out it is refused at once, by the receipt's state and reason. O(1) but for a
-        locate in the tree, which is answered here."""
+        locate in the tree, which is answered here.
+
+        >>> from hiradix.memory import ReqToTokenPool, SlotAllocator
+        >>> from hiradix.prefix_cache import CacheInitParams, EvictParams, InsertParams, RadixCache
+        >>> slots = SlotAllocator(num_tokens=64, page_size=4, device="cpu", kvcache=None)
+        >>> cache = RadixCache(CacheInitParams(False, ReqToTokenPool(8, 64), slots, page_size=4))
+        >>> key = RadixKey(range(12))
+        >>> _ = cache.insert(InsertParams(key, slots.alloc(12)))
+        >>> prompt = Selector.prefix(key)
+        >>> cache.locate(prompt).found["device"].tokens
+        12
+        >>> lease = cache.hold(prompt, ttl_s=60, tier="device")
+        >>> cache.check_hicache_events()  # the engine's next step
+        >>> cache.intent(lease.id).state.value, cache.intent(lease.id).done.tokens
+        ('held', 12)
+        >>> wish = cache.forget(prompt)  # the operator's goes before any lease
+        >>> cache.check_hicache_events()
+        >>> cache.intent(lease.id).reason, cache.intent(wish.id).by_tier["device"].tokens
+        ('forgotten by 3', 12)
+        >>> cache.total_size()
+        0
+        """
         key = intent.selector.key
         if key is not None and self.is_eagle and not key.is_bigram:
             intent = replace(intent, selector=Selector.prefix(key.bigrams()))

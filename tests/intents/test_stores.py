@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from hiradix.config import ExtraConfig, HiCacheConfig
+from hiradix.errors import StorageError
 from hiradix.intents import IntentState, Receipt, Selector
 from hiradix.memory import DevicePool, KVShape, ReqToTokenPool, SlotAllocator
 from hiradix.prefix_cache import CacheInitParams, InsertParams, MatchPrefixParams
@@ -175,4 +176,39 @@ def test_persist_kill_restart_all_back(tmp_path: Path) -> None:
         assert receipt.state is IntentState.DONE and receipt.done.tokens == len(prompt), receipt
         found = engine.cache.match_prefix(MatchPrefixParams(RadixKey(prompt)))
         assert found.host_hit_length == len(prompt), "all from the host"
+    engine.cache.close()
+
+
+def test_pages_move_to_another_store_and_are_no_more_in_this_one(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    engine = Engine(here)
+    prompt, stays = list(range(100, 116)), list(range(500, 508))
+    engine.compute(prompt)
+    engine.compute(stays)
+    engine.settle()
+    keys = json.dumps({"file_storage_path": str(there)})
+    engine.cache.attached.add_other("cellar", engine.cache.attached.open("file", keys))
+    copy = engine.until(engine.cache.bring(Selector.prefix(RadixKey(stays)), "cellar"))
+    assert copy.state is IntentState.DONE and copy.done.tokens == 8, copy
+    move = engine.until(engine.cache.bring(Selector.prefix(RadixKey(prompt)), "cellar", is_move=True))
+    assert move.state is IntentState.DONE and move.done.tokens == 16, move
+    assert traces(here, prompt) == [] and traces(here, stays)
+    names = [path.name for path in there.rglob("*.page")]
+    assert len(names) == 6
+    engine.cache.close()
+    other = Engine(there, "file")
+    warmed = other.until(other.cache.bring(Selector.prefix(RadixKey(prompt)), "host"))
+    assert warmed.done.tokens == 16
+    other.cache.close()
+
+
+def test_a_store_beside_the_attached_one_has_a_name_of_its_own(tmp_path: Path) -> None:
+    engine = Engine(tmp_path / "here")
+    attached, keys = engine.cache.attached, json.dumps({"file_storage_path": str(tmp_path / "there")})
+    with pytest.raises(StorageError, match="store: 'storage' is a tier"):
+        attached.add_other("storage", attached.open("file", keys))
+    attached.add_other("cellar", attached.open("file", keys))
+    with pytest.raises(StorageError, match="a store 'cellar' is open already"):
+        attached.add_other("cellar", attached.open("file", keys))
+    assert attached.remove_other("cellar") and not attached.remove_other("cellar")
     engine.cache.close()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Final
 
 from hiradix.cache.intents.bringing import Copying, Persisting, Warming
@@ -27,6 +26,7 @@ from hiradix.intents import (
     BadIntent,
     Intent,
     IntentState,
+    IntentStats,
     Receipt,
     Selector,
     SelectorKind,
@@ -37,23 +37,6 @@ from hiradix.intents.limits import IntentLimits
 from hiradix.tree import BACKBONE, DEVICE, HOST, Node, RadixKey
 
 MAX_WARMED: Final = 64  # wishes that have ended and whose pages' uses are counted
-
-
-@dataclass(frozen=True)
-class IntentStats:
-    """Figures of wishes, for metrics. Tokens of full attention.
-
-    ended: wishes by verb and how they ended, since start. held_tokens, cap_tokens: of leases, by tier.
-    """
-
-    num_open: int = 0
-    num_leases: int = 0
-    num_sessions: int = 0
-    ended: dict[tuple[str, str], int] = field(default_factory=dict)
-    held_tokens: dict[str, int] = field(default_factory=dict)
-    cap_tokens: dict[str, int] = field(default_factory=dict)
-    forgotten_tokens: dict[str, int] = field(default_factory=dict)
-    saved_tokens: int = 0
 
 
 class Intents:
