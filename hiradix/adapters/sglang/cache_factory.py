@@ -16,6 +16,7 @@ from hiradix.adapters.rope import DYNAMIC, LONG, lengths_that_decide, unfixed
 from hiradix.adapters.sglang.engine_views import AllocatorPort, ControllerView, FencedStreams, HybridPort
 from hiradix.adapters.sglang.lora_adapters import LoraAdapters, keep_apart
 from hiradix.adapters.sglang.pools import device_pool, layout_of, state_pools, window_pools
+from hiradix.adapters.sglang.settings import own_settings
 from hiradix.adapters.sglang.states import StateRecords, require_known_states
 from hiradix.adapters.sglang.support import (
     TESTED,
@@ -43,7 +44,7 @@ from hiradix.prefix_cache import (
     origin_of,
     run_with,
 )
-from hiradix.storage.attach.rules import rules_from
+from hiradix.storage.attach.rules import AttachRules, default_of, rules_of
 from hiradix.transfer import Runtime
 from hiradix.transfer.process_group import least_over, place_in
 
@@ -205,9 +206,9 @@ def _build(context: Any, flags: Any, api: Api) -> Any:
     watch_updates()
     follow_queue()
     cache = HiRadixHostCache(params, inner, controller, adapters)
-    cache.watch(weights, _extra_config(flags))
     extra = _extra_config(flags)
-    cache.read_attach_rules = partial(rules_from, os.environ, flags.hicache_storage_backend, extra)
+    cache.watch(weights, extra)
+    cache.read_attach_rules = partial(_attach_rules, flags.hicache_storage_backend, extra)
     cache.attach_rules = cache.read_attach_rules()
     return cache
 
@@ -271,7 +272,10 @@ def _config(context: Any, flags: Any) -> HiCacheConfig:
     """SGLang's flags under the same names. Its auto-sizing has already put a number for the ratio."""
     names = [field.name for field in dataclasses.fields(HiCacheConfig)]
     taken = {name: getattr(flags, name) for name in names if hasattr(flags, name)}
+    own = own_settings(os.environ)
     taken |= {
+        "hicache_no_regret": own["hicache_no_regret"] == "on",
+        "hicache_storage_identity": own["hicache_storage_identity"],
         "page_size": context.params.page_size,
         "enable_hierarchical_cache": context.enable_hierarchical_cache,
         "disable_radix_cache": False,
@@ -282,6 +286,14 @@ def _config(context: Any, flags: Any) -> HiCacheConfig:
     if not context.enable_hierarchical_cache:
         taken = {name: value for name, value in taken.items() if not name.startswith("hicache_")}
     return HiCacheConfig(**taken)
+
+
+def _attach_rules(backend: str | None, extra: ExtraConfig) -> AttachRules:
+    """What requests may attach, by variables and file as they are now."""
+    own = own_settings(os.environ)
+    for note in own.notes:
+        logger.info(note)
+    return rules_of(own["attachable"], own["attach_allow"], own.where, default_of(backend, extra))
 
 
 def _extra_config(flags: Any) -> ExtraConfig:
