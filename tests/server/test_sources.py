@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from hiradix.adapters.sglang import settings as sglang_settings
@@ -58,7 +59,8 @@ SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "api_key": KEY,
     "admin_api_key": KEY,
 }
-MADE_UP = {"HIRADIX_AB_C"}  # TODO
+HIDDEN = re.compile(r"k\dsecret")
+PHASES = (Phase.explicit, Phase.generate)  # to shrink eighty values takes minutes
 EXCLUDE_EACH_OTHER = [("api_key", "api_key_file"), ("admin_api_key", "admin_api_key_file")]
 
 
@@ -126,7 +128,7 @@ def as_variables(values: Mapping[str, Any]) -> dict[str, str]:
     return {name: text for name, text in texts.items() if text}
 
 
-WRITERS = {".toml": toml, ".yaml": yaml.safe_dump, ".json": json.dumps}
+WRITERS = {".toml": toml, ".yaml": partial(yaml.safe_dump, sort_keys=False), ".json": json.dumps}
 
 
 def as_file(values: Mapping[str, Any], path: Path) -> list[str]:
@@ -136,7 +138,7 @@ def as_file(values: Mapping[str, Any], path: Path) -> list[str]:
 
 
 def test_each_setting_said_by_each_source_makes_the_same_server(folder: Path) -> None:
-    @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=12, deadline=None, phases=PHASES, suppress_health_check=[HealthCheck.too_slow])
     @given(whole_configs(folder), st.sampled_from(sorted(WRITERS)))
     def agree(values: dict[str, Any], suffix: str) -> None:
         assert len(values) == len(BY_NAME) - len(EXCLUDE_EACH_OTHER)
@@ -299,7 +301,7 @@ def test_a_mistake_gets_its_message(
     with pytest.raises(ConfigError) as caught:
         parse_serve_args(["--config", str(path), *flags], variables)
     assert str(caught.value) == message.replace("{}", str(path), 1) if lines else message
-    assert "secret" not in str(caught.value)
+    assert not HIDDEN.search(str(caught.value))
 
 
 @pytest.mark.parametrize(
@@ -323,7 +325,7 @@ def test_a_file_that_cannot_be_read_is_named_and_not_repeated(name: str, text: s
     found = resolve_serve(["--config", str(folder / name)], {})
     (problem,) = found.problems
     assert problem.startswith("--config: ") and name in problem
-    assert "secret" not in problem and "\n" not in problem
+    assert not HIDDEN.search(problem) and "\n" not in problem
 
 
 def test_a_yaml_file_that_grows_without_end_is_refused(folder: Path) -> None:
@@ -345,11 +347,11 @@ def test_secrets_come_from_a_file_or_a_variable_and_are_shown_nowhere(folder: Pa
     assert (found.api_key, found.admin_api_key) == ("k1secret", "k2secret")
     keys = found.engine.cache.hicache_storage_backend_extra_config.backend
     assert keys["lower"]["password"] == "k3secret"
-    assert "secret" not in repr(found).replace("secret.toml", "")
+    assert not HIDDEN.search(repr(found))
     (note,) = [note for note in found.notes if "may read" in note]
     assert "admin_api_key" in note
     resolved = resolve_serve(["--config", str(path)], {"HIRADIX_API_KEY": "k1secret"})
-    assert "secret" not in repr(resolved).replace("secret.toml", "")
+    assert not HIDDEN.search(repr(resolved))
 
 
 # -- variables ----------------------------------------------------------------------------
@@ -375,7 +377,7 @@ def test_each_variable_of_the_repository_is_known() -> None:
     paths += [path for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
     texts = [path.read_text(encoding="utf-8") for path in paths if path.is_file() and path != Path(__file__)]
     names = {name for text in texts for name in re.findall(rf"\b{PREFIX}[A-Z_]*[A-Z]\b", text)}
-    assert sorted(names - known - MADE_UP) == []
+    assert sorted(names - known) == []
     assert sorted(OTHER_VARIABLES - names) == [], "no longer read"
 
 
