@@ -31,7 +31,7 @@ _VLLM = {one.name for one in settings_of(vllm_settings.Settings)} | set(vllm_set
 
 
 @dataclass(frozen=True)
-class Known:
+class CatalogueEntry:
     """A setting and its owner. said: by place, how it is said there."""
 
     one: Setting
@@ -73,32 +73,32 @@ class Known:
             yield f"  {'refused':<12} {choice}: {reason}"
 
 
-def _of_flag(flag: Flag) -> Known:
+def _of_flag(flag: Flag) -> CatalogueEntry:
     one = flag.setting
     if flag.status == "refused":
-        return Known(one, _SERVER, {}, flag.status)
+        return CatalogueEntry(one, _SERVER, {}, flag.status)
     said = {"flag": ", ".join((flag.name, *flag.aliases)), "variable": one.variable, "file": one.name}
     if one.name in _VLLM:
         said["vLLM"] = f"kv_connector_extra_config: {one.name}"
     place = sglang_settings.place_of(one)
     if place:
         said["SGLang"] = place
-    return Known(one, _SERVER, said, flag.status)
+    return CatalogueEntry(one, _SERVER, said, flag.status)
 
 
-def _of_vllm(one: Setting) -> Known:
+def _of_vllm(one: Setting) -> CatalogueEntry:
     said = {"vLLM": f"kv_connector_extra_config: {one.name}", "variable": one.variable, "file": one.name}
-    return Known(one, "vLLM", said)
+    return CatalogueEntry(one, "vLLM", said)
 
 
-def _of_store(one: Setting, owner: str) -> Known:
+def _of_store(one: Setting, owner: str) -> CatalogueEntry:
     said = {"key": f"{EXTRA}: {one.name}"}
     if one.name in SECRET_KEYS:
         said["variable"] = f"the one that {one.name}_env names"
-    return Known(one, owner, said)
+    return CatalogueEntry(one, owner, said)
 
 
-def known() -> list[Known]:
+def known() -> list[CatalogueEntry]:
     """All of them."""
     found = [_of_flag(flag) for flag in FLAGS]
     found += [_of_vllm(one) for one in vllm_settings.own_settings()]
@@ -111,7 +111,7 @@ def known() -> list[Known]:
     return found
 
 
-def _names(entry: Known) -> set[str]:
+def _names(entry: CatalogueEntry) -> set[str]:
     one = entry.one
     found = {one.name, *one.aliases, entry.said.get("variable", "").removeprefix(PREFIX).lower()}
     if entry.owner.startswith("storage, of "):
@@ -119,13 +119,13 @@ def _names(entry: Known) -> set[str]:
     return found
 
 
-def explained(name: str) -> list[Known | LMCacheKey]:
+def explained(name: str) -> list[CatalogueEntry | LMCacheKey]:
     """What goes by `name`: a setting's, a flag, a variable, `disk.max_size`, or a key of LMCache's. Raises
     ConfigError with the nearest name there is."""
     wanted = name.removeprefix("--").replace("-", "_").removeprefix(PREFIX)
     wanted = wanted.lower() if wanted.isupper() else wanted
     entries = known()
-    found: list[Known | LMCacheKey] = [entry for entry in entries if wanted in _names(entry)]
+    found: list[CatalogueEntry | LMCacheKey] = [entry for entry in entries if wanted in _names(entry)]
     if not found:
         found += [table[wanted] for table in (KEYS, EXTRA_KEYS) if wanted in table]
     if not found:

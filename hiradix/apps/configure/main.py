@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hiradix.adapters.vllm import settings as vllm_settings
-from hiradix.apps.configure.catalogue import EXTRA, Known, explained
+from hiradix.apps.configure.catalogue import EXTRA, CatalogueEntry, explained
 from hiradix.apps.configure.example import example_toml
 from hiradix.apps.lmcache.keys import LMCacheKey
 from hiradix.apps.lmcache.migrate import Migration, from_variables, migrate
@@ -160,14 +160,14 @@ def _explain(arguments: list[str]) -> int:
     return 0
 
 
-def _entry_json(entry: Known | LMCacheKey) -> dict[str, Any]:
-    if isinstance(entry, Known):
+def _entry_json(entry: CatalogueEntry | LMCacheKey) -> dict[str, Any]:
+    if isinstance(entry, CatalogueEntry):
         return entry.as_json()
     return {"name": entry.name, "owner": "LMCache", "becomes": list(entry.to), "text": entry.text}
 
 
-def _entry_text(entry: Known | LMCacheKey) -> str:
-    if isinstance(entry, Known):
+def _entry_text(entry: CatalogueEntry | LMCacheKey) -> str:
+    if isinstance(entry, CatalogueEntry):
         return "\n".join(entry.lines())
     to = ", ".join(entry.to) or entry.fate.value
     return f"{entry.name}  (LMCache's)\n  here: {to}\n  {entry.text.replace('`', '')}"
