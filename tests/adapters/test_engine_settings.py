@@ -70,9 +70,12 @@ def test_the_same_said_by_each_source_makes_the_same_connector(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("values", "environment", "message"),
     [
-        ({"hicache_sise": 1}, {}, "kv_connector_extra_config: unknown key 'hicache_sise'; did you mean hicache_size?"),
-        ({}, {"HIRADIX_LOAD_MOD": "x"}, "HIRADIX_LOAD_MOD is no variable of hiradix; did you mean HIRADIX_LOAD_MODE?"),
-        ({}, {"HIRADIX_LOAD_MODE": "x"}, "HIRADIX_LOAD_MODE: unknown value 'x', expected one of auto, sync, async"),
+        ({"hicache_sise": 1}, {},
+         "kv_connector_extra_config: unknown key 'hicache_sise'; did you mean hicache_size?"),
+        ({}, {"HIRADIX_LOAD_MOD": "x"},
+         "HIRADIX_LOAD_MOD is no variable of hiradix; did you mean HIRADIX_LOAD_MODE?"),
+        ({}, {"HIRADIX_LOAD_MODE": "x"},
+         "HIRADIX_LOAD_MODE: unknown value 'x', expected one of auto, sync, async"),
         ({}, {"HIRADIX_ADMIN_API_KEY": " "}, "HIRADIX_ADMIN_API_KEY is empty: unset it, or give a value"),
         ({"config": "/none.toml"}, {}, "config: cannot read /none.toml"),
     ],
@@ -84,7 +87,8 @@ def test_a_mistake_is_named(values: dict[str, str], environment: dict[str, str],
 
 
 def test_inside_sglang_they_say_what_it_has_no_flag_for(file: str) -> None:
-    found = sglang_settings.own_settings({"HIRADIX_CONFIG": file, "HIRADIX_ATTACH_ALLOW": "backend=disk,path=/v"})
+    environment = {"HIRADIX_CONFIG": file, "HIRADIX_ATTACH_ALLOW": "backend=disk,path=/v"}
+    found = sglang_settings.own_settings(environment)
     assert found["hicache_no_regret"] == "off" and found["attach_allow"] == ("backend=disk,path=/v",)
     assert set(found["attachable"]) == {"cold"} and found["hicache_storage_identity"] is None
     assert any("hicache_size is for SGLang's own flag" in note for note in found.notes)
