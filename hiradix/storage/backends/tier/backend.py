@@ -17,8 +17,7 @@ from hiradix.storage.backends.tier.promotions import Promotions
 from hiradix.storage.batch import Batch
 from hiradix.storage.guard.breaker import Troubles
 from hiradix.storage.guard.calls import as_answered
-from hiradix.storage.guard.joining import StoragePart
-from hiradix.storage.guard.stores import WhenJoined
+from hiradix.storage.guard.stores import StoragePart, WhenJoined
 from hiradix.storage.kit.options import CHECKSUM, flag, read_keys
 from hiradix.storage.opening import open_storage
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_keys
