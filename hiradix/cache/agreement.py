@@ -118,7 +118,7 @@ class Agreement:
             if result is None:
                 break
             is_done = result.error is None and result.num_pages == job.num_pages
-            is_whole = kind is not JobKind.QUERY and is_done
+            is_whole = kind not in (JobKind.QUERY, JobKind.DELETE) and is_done
             whole += is_whole and whole == ready
             if ready < AHEAD:
                 own[at + 2 + ready] = 2 * result.num_pages + (result.error is None)

@@ -25,6 +25,9 @@ import numpy as np
 
 from hiradix.cache.agreement import AHEAD, Agree, Agreement, least
 from hiradix.cache.in_flight import InFlightJobs
+from hiradix.cache.intents.planner import LocalPlanner
+from hiradix.cache.intents.removals import Removals
+from hiradix.cache.intents.table import Intents
 from hiradix.cache.load_back import LoadBack
 from hiradix.cache.pages import (
     BACKBONE,
@@ -39,6 +42,7 @@ from hiradix.cache.pages import (
 from hiradix.cache.prefetch import Prefetcher
 from hiradix.cache.write_through import WriteThrough
 from hiradix.errors import CacheError, Misuse, StorageError
+from hiradix.intents.limits import IntentLimits
 from hiradix.policy.learning import LearningPolicy, learner_of
 from hiradix.policy.no_regret import NoRegret
 from hiradix.policy.prefetch_policy import PrefetchPolicy
@@ -78,6 +82,7 @@ class HierarchicalCache:
         host: HostTier | None = None,
         clock: Callable[[], float] | None = None,
         agree: Agree | None = None,
+        intents: IntentLimits | None = None,
     ):
         if clock is None:
             clock = host.controller.runtime.clock if host is not None else time.monotonic
@@ -93,8 +98,14 @@ class HierarchicalCache:
         self.prefetcher: Prefetcher | None = None
         self._ranks: Agreement | None = None
         self.no_regret = NoRegret(False)
+        self._removals = Removals(tree)
         if host is not None:
             self._build_lower_tiers(host, agree)
+        planner = LocalPlanner(
+            self.supply, self.in_flight, self._removals, self._clock, self.controller, self.write_through,
+            self._load_back, self.prefetcher,
+        )  # fmt: skip
+        self.intents = Intents(planner, intents, self._other_stores)
 
     def _build_lower_tiers(self, host: HostTier, agree: Agree | None) -> None:
         share: Share = lambda source: source  # noqa: E731
@@ -123,6 +134,7 @@ class HierarchicalCache:
             self._apply(True)
             if self.prefetcher is not None:
                 self.prefetcher.next_round()
+        self.intents.tick()
 
     def _apply(self, ok: bool) -> bool:
         """Apply what all ranks have; whether all of them are `ok`. One exchange where there are ranks."""
@@ -162,13 +174,17 @@ class HierarchicalCache:
 
     def match(self, key: RadixKey) -> Match:
         """Deepest boundaries of `key` usable on the device as it is, and after a load back."""
-        match = self.tree.match(key)
+        return self._usable(self.tree.match(key))
+
+    def _usable(self, match: Match) -> Match:
+        """`match`, cut above what is being forgotten, and above any failed load."""
+        if self._removals:
+            match = self._removals.usable(match)
         return match if self._load_back is None else self._load_back.usable(match)
 
     def match_again(self, node: Node) -> Match:
         """As `match`, of the path to `node`, which one gave earlier: what was evicted since is left out."""
-        match = self.tree.boundaries(node)
-        return match if self._load_back is None else self._load_back.usable(match)
+        return self._usable(self.tree.boundaries(node))
 
     def load_back(self, match: Match, quota_pages: int | None = None) -> int | None:
         """Bring `match.loadable_node` to the device: pages queued, or None if it cannot be."""
@@ -207,11 +223,29 @@ class HierarchicalCache:
         it has inserted may have waited for this."""
         if self.learner is not None:
             self.learner.finished(self.tree, node, key, ended)
+        if ended.session:
+            self.intents.name_session(ended.session, node)
         self.inserted(node)
 
     def is_blocked(self, key: RadixKey) -> bool:
-        """Whether nothing may be inserted at `key`: a failed load is still locked on its way."""
+        """Whether nothing may be inserted at `key`: it is being forgotten, or a failed load is still locked on
+        its way."""
+        if self.is_forgetting(key):
+            return True
         return self._load_back is not None and self._load_back.blocks(key)
+
+    @property
+    def num_forgotten(self) -> int:
+        """How many wishes to forget something have been applied since start."""
+        return self._removals.number
+
+    def was_forgotten_since(self, key: RadixKey, number: int) -> bool:
+        """Whether pages of `key` are being forgotten, or were, by a wish behind the first `number`."""
+        return self._removals.cover_since(key, number)
+
+    def is_forgetting(self, key: RadixKey) -> bool:
+        """Whether pages of `key` are being forgotten."""
+        return bool(self._removals) and self._removals.cover(key)
 
     def inserted(self, node: Node) -> None:
         """Copy down what is due on the path of `node`, which was just inserted or found, as policies say."""
@@ -221,8 +255,13 @@ class HierarchicalCache:
     def count_use(self, node: Node, priority: int = 0) -> None:
         """One more request runs on the path to `node`; once per request. Inserts count only what they add."""
         self.tree.hit(node, priority)
+        self.intents.count_use(node)
         if self.write_through is not None:
             self.write_through.storage_backup.offer_again(node)
+
+    def evictable_pages(self, component: int = BACKBONE) -> int:
+        """Device pages that no request holds: what leases keep gives way where nothing else can go."""
+        return self.tree.evictable_pages(DEVICE, component) + self.intents.yieldable(component)
 
     def make_room(self, num_pages: int, component: int = BACKBONE) -> int:
         """Evict until the device pool has `num_pages` free, or nothing more can go. Returns pages freed."""
@@ -240,11 +279,19 @@ class HierarchicalCache:
         before, target = dropped[component], dropped[component] + num_pages
         if self._load_back is not None:
             self._load_back.drop_failed()
+        self.intents.expire()
         self._write_back(target - dropped[component], component)
         self.supply.evict(DEVICE, target - dropped[component], component)
         if dropped[component] < target and self.wait_for_copies(COPY_WAIT_S):
             self.supply.evict(DEVICE, target - dropped[component], component)
+        while self._can_give_way(target - dropped[component], component):
+            self._write_back(target - dropped[component], component)
+            self.supply.evict(DEVICE, target - dropped[component], component)
         return dropped[component] - before
+
+    def _can_give_way(self, num_pages: int, component: int) -> bool:
+        """Whether a lease has ended for room that is needed, and that leases can give."""
+        return 0 < num_pages <= self.intents.yieldable(component) and self.intents.give_way()
 
     def _write_back(self, num_pages: int, component: int) -> int:
         """Under write-back, move the coldest `num_pages` to the host, as far as that can be done."""
@@ -288,6 +335,10 @@ class HierarchicalCache:
         self.controller.wait(tickets, timeout_s)
         self.settle()
         return True
+
+    def _other_stores(self) -> tuple[str, ...]:
+        """Stores that are open beside the cache's own."""
+        return () if self.controller is None else self.controller.other_stores
 
     # -- lifecycle ----------------------------------------------------------------------
 
@@ -346,6 +397,7 @@ class HierarchicalCache:
         for part in (self.write_through, self._load_back, self.prefetcher):
             if part is not None:
                 part.clear()
+        self.intents.reset()
 
     def drain(self, timeout_s: float) -> bool:
         """Wait for everything in flight and apply it; False if the deadline passed first."""
@@ -372,6 +424,7 @@ class HierarchicalCache:
     def check(self) -> None:
         """Tree invariants, and each host page in exactly one place. O(tree); for tests and idle time."""
         self.tree.check()
+        self.intents.check()
         if self.prefetcher is not None:
             self.prefetcher.check()
         for component, pool in enumerate(self.supply.host_pools):

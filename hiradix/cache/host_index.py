@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hiradix.cache.in_flight import InFlightJobs
+from hiradix.cache.intents.removals import Removals
 from hiradix.cache.pages import NO_PAGES, CacheCounters, PagesOf, PageSupply
 from hiradix.errors import Misuse
 from hiradix.memory import PageAllocator
@@ -88,6 +89,7 @@ class HostIndex:
         self.counters = CacheCounters()
         self.supply = PageSupply(self.tree, (), None, self.counters)
         self.in_flight = InFlightJobs(self._free_all)
+        self.removals = Removals(self.tree)
         self._pools: tuple[HostPages, ...] = ()
         self._lost: list[tuple[RadixKey, int]] = []
 
@@ -119,7 +121,7 @@ class HostIndex:
 
         Where what the last boundary needs is not all there yet, that is the last one before it.
         """
-        node = self.tree.match(key).loadable_node
+        node = self.removals.usable(self.tree.match(key)).loadable_node
         usable, is_arriving = self._usable(node)
         while 0 < usable < node.end and len(self.tree.components) > 1:
             node = self.tree.match(key.head(usable, self.page_size)).loadable_node
@@ -162,11 +164,12 @@ class HostIndex:
 
     def is_ready(self, node: Node) -> bool:
         """Whether all pages on the path of `node` may be read. O(path)."""
-        return all(
-            pages is None or not pool.state[pages].any()
-            for at in self.tree.path(node)
-            for pages, pool in zip(_on_host(at, len(self._pools)), self._pools, strict=True)
-        )
+        return all(self.has_ready(at) for at in self.tree.path(node))
+
+    def has_ready(self, node: Node) -> bool:
+        """Whether the pages of `node` alone may be read."""
+        on_host = zip(_on_host(node, len(self._pools)), self._pools, strict=True)
+        return all(pages is None or not pool.state[pages].any() for pages, pool in on_host)
 
     def unlock(self, lock: Lock) -> None:
         self.tree.unlock(lock)

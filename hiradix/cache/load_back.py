@@ -286,6 +286,10 @@ class LoadBack:
         device_node = self._tree.boundaries(cut.parent).device_node
         return Match(device_node, device_node)
 
+    def has_failed(self, node: Node) -> bool:
+        """Whether a failed load has filled `node`."""
+        return self._has_garbage and node in self._garbage()
+
     def _topmost_garbage(self, node: Node) -> Node | None:
         garbage, found = self._garbage(), None
         for n in self._tree.path(node):

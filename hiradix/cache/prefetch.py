@@ -240,6 +240,13 @@ class Prefetcher:
         for p in self._running:
             p.end_page = -1
 
+    def forget(self, covers: Callable[[RadixKey], bool]) -> None:
+        """Stop every prefetch of a key of which `covers` says so, and let nothing of it enter the tree."""
+        for p in [*self._waiting, *self._running]:
+            if covers(p.key):
+                self.stop(p.handle)
+                p.end_page = -1
+
     def _report(self, p: Prefetch) -> None:
         """Its request hears that it may run, or waits no more: what was brought for it is reported once."""
         if not p.is_reported:

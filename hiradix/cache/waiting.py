@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from hiradix.cache.pages import BACKBONE
 from hiradix.cache.prefetch_state import Prefetch, PrefetchPhase
-from hiradix.tree import DEVICE, HOST, Node, RadixTree
+from hiradix.tree import DEVICE, HOST, Lock, Node, RadixTree
 
 
 class WaitingOrder:
@@ -122,6 +122,17 @@ class HeldPages:
         for component, more in enumerate(added):
             self.pages[component] += more
         return added
+
+    def add_lock(self, lock: Lock) -> list[int]:
+        """Count what `lock` keeps. What that adds."""
+        added = self._walk([(lock.node, lock.floors)], True)
+        for component, more in enumerate(added):
+            self.pages[component] += more
+        return added
+
+    def end_on(self, node: Node) -> int:
+        """Up to which page the path of `node` is counted already. O(path)."""
+        return max([n.end for n in self._tree.path(node) if n in self._seen[BACKBONE]], default=0)
 
     def more(self, p: Prefetch) -> list[int]:
         """What `add` would add."""

@@ -106,6 +106,29 @@ class WriteThrough:
                 self._submit(node, node.end, others)  # what its boundary lacks beside the backbone
         self.storage_backup.store(node)
 
+    def copy_down(self, node: Node) -> bool:
+        """Copy down what the host lacks of the path to `node`, whatever the policy says of it, and what a
+        boundary there needs. False: the host has not got the room for all of it."""
+        runs: list[tuple[Node, int]] = []
+        last: Node | None = None  # of the run that the walk is in
+        at = self._tree.current(node)
+        while at is not None and (parent := at.parent) is not None:
+            device = at.device.pages
+            if at.host.pages is not None or device is None or self._writing[BACKBONE][device[0]]:
+                last = None
+            elif last is None:
+                last = at
+                runs.append((last, at.start))
+            else:
+                runs[-1] = (last, at.start)
+            at = parent
+        for last, start in reversed(runs):
+            copy = self._submit(last, start, is_wished=True)
+            if copy is None or copy.node.end < last.end:
+                return False
+        others = [] if self._is_plain else self._others(node, node.end)
+        return not others or self._submit(node, node.end, others, is_wished=True) is not None
+
     def _submit_inner(self, node: Node, start: int) -> None:
         """What ends between page `start` of a path and `node` needs beside the backbone, which goes down only
         now: each insert has ended somewhere, and had this wait."""
@@ -147,16 +170,21 @@ class WriteThrough:
         return runs
 
     def _submit(
-        self, node: Node, start: int, others: list[NodePages] | None = None, is_new: bool = True
+        self,
+        node: Node,
+        start: int,
+        others: list[NodePages] | None = None,
+        is_new: bool = True,
+        is_wished: bool = False,
     ) -> WriteThroughCopy | None:
         """Start one copy of the path from page `start` to `node`, as far as the host pool can take it.
 
         Along goes what else the boundary it ends in needs, or `others`. What is new, not about to leave the
-        device, must be worth its room; and its path is locked in both tiers first, so that making room takes
-        no host copy above it (see `write_back`).
+        device, must be worth its room, if nobody wished for it; and its path is locked in both tiers first, so
+        that making room takes no host copy above it (see `write_back`).
         """
         locks = self._locked(node) if is_new or not self._is_plain else []
-        wanted, last = self._affordable(node, start, is_new)
+        wanted, last = self._affordable(node, start, is_new and not is_wished)
         target = node if last is None else last
         if locks and target is not node and not self._is_plain:  # its window is another one
             longer, locks = locks, self._locked(target)

@@ -8,6 +8,7 @@ in pages by `HierarchicalCache`.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Hashable, Sequence, Sized
+from dataclasses import replace
 from operator import index
 from typing import Any, Final, SupportsFloat, SupportsIndex
 
@@ -16,6 +17,7 @@ import torch
 
 from hiradix.cache import HierarchicalCache, HostTier
 from hiradix.errors import Misuse, NoTier
+from hiradix.intents import OPERATOR, TIER_NAMES, Intent, Receipt, Selector, TenantUse, Verb
 from hiradix.policy.eviction import make_order
 from hiradix.policy.no_regret import NoRegret
 from hiradix.policy.uses import Finished, known_hint
@@ -38,12 +40,14 @@ from hiradix.prefix_cache.records import (
 from hiradix.prefix_cache.slots import AllocatorPages, Pages, RowCopies, SlotTable, pages_of, slots_of
 from hiradix.prefix_cache.stats import stats_of
 from hiradix.transfer import HiCacheController, JobKind, LayerDoneCounter
-from hiradix.tree import BACKBONE, DEVICE, FULL, DeadLeaf, Lock, Node, RadixKey, RadixTree, Tier
+from hiradix.tree import BACKBONE, DEVICE, FULL, DeadLeaf, Lock, Node, RadixKey, RadixTree
 from hiradix.tree.key import as_tokens, namespace
 from hiradix.tree.native import mypyc_attr
 from hiradix.tree.node import NO_PAGES
 
 BESIDE: Final = 1  # the tree's component of the kind beside full attention
+WISH_WAIT_S: Final = 30.0  # longest time to reach what is wished, where nothing else is said
+BRING_WAIT_S: Final = 600.0
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -90,7 +94,8 @@ class PrefixCache:
         self._attached: AttachedStorage | None = None
         if host is not None and storage_factory is not None:
             self._attached = AttachedStorage(self.cache, storage_factory)
-        self._counted: set[str] = set()  # running requests whose found prefix was counted as used
+        # running requests whose found prefix was counted as used: how much had been forgotten by then
+        self._counted: dict[str, int] = {}
         self._copies = RowCopies()
         num_pages = 0 if self._pages.end_page is None else self._pages.num_pages
         self._slot_table = SlotTable(num_pages, self.page_size, self.device)
@@ -106,11 +111,14 @@ class PrefixCache:
         order, beside = make_order(params.eviction_policy, params.eviction_policy_config), self._beside
         if beside is None:
             return HierarchicalCache(
-                RadixTree(self.page_size, order=order), self._pages, host, agree=params.agree
-            )
+                RadixTree(self.page_size, order=order), self._pages, host, agree=params.agree,
+                intents=params.intents,
+            )  # fmt: skip
         components = (FULL, beside.component)
         tree = RadixTree(self.page_size, components, order=order, dead_leaf=DeadLeaf.UNUSABLE)
-        return HierarchicalCache(tree, (self._pages, beside.pages), host, agree=params.agree)
+        return HierarchicalCache(
+            tree, (self._pages, beside.pages), host, agree=params.agree, intents=params.intents
+        )
 
     # -- reading ------------------------------------------------------------------------
 
@@ -343,10 +351,17 @@ class PrefixCache:
         """Insert `key` from the node `req` holds, with its record of state; slots behind that node go to the
         tree or are freed."""
         held, beside = self._held(req), self._beside
+        if self._was_forgotten(key, req):
+            return self.tree.lock(held.node, DEVICE)
         pages = pages_of(row, self.page_size, held.node.end * self.page_size, len(key))
         if beside is None or self.cache.is_blocked(key):
             return self.insert_pages(key, pages, held, ended)
         return self.insert_pages(key, pages, held, ended, beside.record_of(req, len(key)))
+
+    def _was_forgotten(self, key: RadixKey, req: RequestLike) -> bool:
+        """Whether `key` was to be forgotten when `req` ran already: what it has computed stays its own."""
+        began = self._counted.get(req.rid)
+        return began is not None and self.cache.was_forgotten_since(key, began)
 
     def _held_pages(self, node: Node, start: int, num_pages: int, component: int) -> Pages:
         """int32 [num_pages]: the tree's device pages of the path of `node` from page `start` on; 0: none."""
@@ -485,13 +500,13 @@ class PrefixCache:
     def forget_request(self, req: RequestLike) -> None:
         """A request has ended, or runs anew from its beginning."""
         self.release_aborted_request(req.rid)
-        self._counted.discard(req.rid)
+        self._counted.pop(req.rid, None)
         self._copies.forget(req.rid)
 
     def count_use(self, req: RequestLike) -> None:
         """Count the prefix a request found as used, once; it may be due to be copied down now."""
         if req.rid not in self._counted:
-            self._counted.add(req.rid)
+            self._counted[req.rid] = self.cache.num_forgotten
             self.terminate_prefetch(req.rid)  # it runs: nothing need be held for it any more
             self.cache.count_use(req.last_node, _priority_of(req))
             self.cache.inserted(req.last_node)
@@ -657,6 +672,13 @@ class PrefixCache:
             self._refuse_unnamed(req)
         if self.disable or self._prefetcher is None or not self.enable_storage:
             return False
+        key = self._prefetch_key(last_host_node, new_input_tokens, req)
+        return not self.cache.is_forgetting(key) and self._prefetcher.start(req_id, key, last_host_node)
+
+    def _prefetch_key(
+        self, last_host_node: Node, new_input_tokens: Sequence[int], req: RequestLike | None
+    ) -> RadixKey:
+        """The whole pages of a prompt whose last tokens follow a node."""
         if req is None:
             path = self.tree.path_key(last_host_node)
             known = last_host_node.end * self.page_size  # its next token, which bigrams look at, is new
@@ -671,7 +693,7 @@ class PrefixCache:
             num_tokens = last_host_node.end * self.page_size + len(new_input_tokens)
             tokens = as_tokens(req.fill_ids)[: num_tokens + self.is_eagle].copy()  # the request's may change
             key = self._key(tokens, req)[:num_tokens]
-        return self._prefetcher.start(req_id, key.page_aligned(self.page_size), last_host_node)
+        return key.page_aligned(self.page_size)
 
     def prefetch_in_order(self, req_ids: Sequence[Hashable]) -> None:
         """The order in which waiting requests will run, next first: in it they are fetched, as much ahead as
@@ -761,49 +783,146 @@ class PrefixCache:
         """
         return self._attached is not None and self._attached.clear()
 
+    # -- intents ------------------------------------------------------------------------
+
+    def submit(self, intent: Intent) -> Receipt:
+        """Take a wish: it is applied with the next `check_hicache_events`, in the order of such calls. Where
+        this cache cannot carry it out it is refused at once, by the receipt's state and reason. O(1) but for a
+        locate in the tree, which is answered here."""
+        key = intent.selector.key
+        if key is not None and self.is_eagle and not key.is_bigram:
+            intent = replace(intent, selector=Selector.prefix(key.bigrams()))
+        return self.cache.intents.submit(intent)
+
+    def locate(
+        self, selector: Selector, tiers: Sequence[str] = ("device", "host"), asked_by: str = OPERATOR
+    ) -> Receipt:
+        """How far it is there, in each tier, without counting a use: answered at once by `Receipt.found`, but
+        for storage, which a job asks."""
+        return self.submit(Intent(Verb.LOCATE, selector, tuple(tiers), asked_by=asked_by))
+
+    def hold(
+        self, selector: Selector, ttl_s: SupportsFloat, tier: str = "host", *,
+        max_bytes: SupportsIndex | None = None, wait_s: SupportsFloat = WISH_WAIT_S, asked_by: str = OPERATOR,
+    ) -> Receipt:  # fmt: skip
+        """Keep a prefix, or a session's prompts, in `tier` for `ttl_s` seconds from when they are there; what is
+        not there yet is brought, within `wait_s`. Budgets clip it to its leading pages.
+
+        Asked for again by the same, it goes on under the first receipt's id, with the new end: so a lease is
+        extended or shortened. On the device it gives way to a request that could not run else.
+        """
+        most = None if max_bytes is None else index(max_bytes)
+        intent = Intent(
+            Verb.HOLD, selector, (tier,), float(ttl_s), float(wait_s), most, asked_by=asked_by
+        )  # fmt: skip
+        return self.submit(intent)
+
+    def forget(
+        self, selector: Selector, tiers: Sequence[str] = TIER_NAMES, *, is_whole: bool = False,
+        wait_s: SupportsFloat = WISH_WAIT_S, asked_by: str = OPERATOR,
+    ) -> Receipt:  # fmt: skip
+        """Have it in none of `tiers` any more: what this prefix and its continuations alone have, or all that a
+        session, a tenant or everybody has.
+
+        is_whole: of a prefix also the pages that others share, and so what continues those. Nothing of it is
+        matched or fetched any more from when it is applied. What is in use then is waited for, `wait_s` at most:
+        `Receipt.by_tier` says how much is gone.
+        """
+        intent = Intent(
+            Verb.FORGET, selector, tuple(tiers), wait_s=float(wait_s), is_whole=is_whole, asked_by=asked_by
+        )
+        return self.submit(intent)
+
+    def bring(
+        self, selector: Selector, target: str, *, is_move: bool = False, max_bytes: SupportsIndex | None = None,
+        wait_s: SupportsFloat = BRING_WAIT_S, asked_by: str = OPERATOR,
+    ) -> Receipt:  # fmt: skip
+        """Have it in another tier, too: `host`, from storage or the device; `storage`, from the host or the
+        device; or in another store that was opened under that name, and with `is_move` no more in this one."""
+        most = None if max_bytes is None else index(max_bytes)
+        intent = Intent(
+            Verb.BRING, selector, wait_s=float(wait_s), max_bytes=most, target=target, is_move=is_move,
+            asked_by=asked_by,
+        )  # fmt: skip
+        return self.submit(intent)
+
+    def release(self, intent_id: SupportsIndex, asked_by: str = OPERATOR) -> Receipt:
+        """End a lease now. BadIntent: there is no such one, or it is another's."""
+        return self.cancel(intent_id, asked_by)
+
+    def cancel(self, intent_id: SupportsIndex, asked_by: str = OPERATOR) -> Receipt:
+        """End a wish: a lease ends, what runs stops; what it has done stays done. BadIntent: there is no such
+        one, or it is another's, and neither the operator asks."""
+        return self.cache.intents.cancel(index(intent_id), asked_by)
+
+    def intent(self, intent_id: SupportsIndex) -> Receipt | None:
+        """What has become of a wish by now; None for one that is not known any more."""
+        return self.cache.intents.receipt(index(intent_id))
+
+    def intents(self, asked_by: str | None = None) -> list[Receipt]:
+        """All wishes that are known, of one who asked or of all, oldest first."""
+        return self.cache.intents.receipts(asked_by)
+
+    def tenants(self) -> list[TenantUse]:
+        """What each tenant has, in all tiers, those with the most bytes first. O(nodes of the tree)."""
+        return self.cache.intents.tenants()
+
+    def name_session(self, session: str, key: RadixKey) -> None:
+        """The prompt that a session has sent last, as a request's `session_name` says it when it ends."""
+        self.cache.intents.name_session(session, self.tree.find(self._view(key)))
+
     # -- sizes --------------------------------------------------------------------------
 
     def evictable_size(self) -> Any:
         """Device tokens no request holds; with a kind beside full attention also its: a pair."""
-        return self._with_beside(self.full_evictable_size(), self.tree.evictable_pages)
+        return self._with_beside(self.full_evictable_size(), self.cache.evictable_pages)
 
     def protected_size(self) -> Any:
         """Device tokens in the tree that a request or a transfer holds; likewise."""
-        return self._with_beside(self.full_protected_size(), self.tree.protected_pages)
+        return self._with_beside(self.full_protected_size(), self._protected_pages)
 
     def total_size(self) -> Any:
         """Device tokens in the tree; with a kind beside full attention also its tokens or records: a pair."""
         num_tokens = self.tree.resident_pages(DEVICE) * self.page_size
-        return self._with_beside(num_tokens, self.tree.resident_pages)
+        return self._with_beside(num_tokens, self._resident_pages)
 
-    def _with_beside(self, num_tokens: int, count: Callable[[Tier, int], int]) -> Any:
+    def _with_beside(self, num_tokens: int, count: Callable[[int], int]) -> Any:
+        """`num_tokens`, and beside it what `count` says of the further component, if there is one."""
         if self._beside is None:
             return num_tokens
-        return num_tokens, count(DEVICE, BESIDE) * self._beside.unit
+        return num_tokens, count(BESIDE) * self._beside.unit
+
+    def _resident_pages(self, component: int) -> int:
+        return self.tree.resident_pages(DEVICE, component)
+
+    def _protected_pages(self, component: int) -> int:
+        return self._resident_pages(component) - self.cache.evictable_pages(component)
 
     def full_evictable_size(self) -> int:
         """Device tokens of full attention that no request holds."""
-        return self.tree.evictable_pages(DEVICE) * self.page_size
+        return self.cache.evictable_pages() * self.page_size
 
     def full_protected_size(self) -> int:
         """Device tokens of full attention in the tree that a request or a transfer holds."""
-        return self.tree.protected_pages(DEVICE) * self.page_size
+        return self.tree.resident_pages(DEVICE) * self.page_size - self.full_evictable_size()
 
     def swa_evictable_size(self) -> int:
         """Device tokens whose window data no request holds."""
-        return self.tree.evictable_pages(DEVICE, BESIDE) * self.page_size if self.supports_swa() else 0
+        return self.cache.evictable_pages(BESIDE) * self.page_size if self.supports_swa() else 0
 
     def swa_protected_size(self) -> int:
         """Device tokens whose window data a request or a transfer holds."""
-        return self.tree.protected_pages(DEVICE, BESIDE) * self.page_size if self.supports_swa() else 0
+        resident = self.tree.resident_pages(DEVICE, BESIDE) if self.supports_swa() else 0
+        return resident * self.page_size - self.swa_evictable_size()
 
     def mamba_evictable_size(self) -> int:
         """Device records of state that no request and no transfer holds."""
-        return self.tree.evictable_pages(DEVICE, BESIDE) if self.supports_mamba() else 0
+        return self.cache.evictable_pages(BESIDE) if self.supports_mamba() else 0
 
     def mamba_protected_size(self) -> int:
         """Device records of state in the tree that a request or a transfer holds."""
-        return self.tree.protected_pages(DEVICE, BESIDE) if self.supports_mamba() else 0
+        resident = self.tree.resident_pages(DEVICE, BESIDE) if self.supports_mamba() else 0
+        return resident - self.mamba_evictable_size()
 
     def all_values_flatten(self) -> torch.Tensor:
         """int64 [total tokens]: every device slot in the tree. O(tree); for leak hunts."""

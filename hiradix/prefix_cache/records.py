@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from hiradix.cache import Agree, PageSource
+from hiradix.intents.limits import IntentLimits
 from hiradix.transfer import TransferStats
 from hiradix.tree import Node, RadixKey
 
@@ -111,7 +112,7 @@ class CacheInitParams:
     agree: with several ranks, the elementwise minimum of a vector over all of them, else None. ranks_on_host:
     processes with a host pool each that share this machine's memory; 0: the model's ranks.
     witness: pages that the engine has computed, for storage to tell by what the weights do. adapter_of: what
-    tells adapters apart in an extra key; None: all of it.
+    tells adapters apart in an extra key; None: all of it. intents: caps on wishes, such as leases.
     """
 
     disable: bool
@@ -136,6 +137,7 @@ class CacheInitParams:
     ranks_on_host: int = field(default=0, kw_only=True)
     witness: ComputedPages | None = field(default=None, kw_only=True)
     adapter_of: Callable[[str | None], str] | None = field(default=None, kw_only=True)
+    intents: IntentLimits = field(default=IntentLimits(), kw_only=True)
 
 
 class MatchPrefixParams(NamedTuple):

@@ -130,8 +130,8 @@ class StorageContext:
 
 
 class StorageBackend(Protocol):
-    """The border to stores, and the base of backends; made as `cls(context)`. `register`, `ping`, `stats` and
-    `traits` have defaults.
+    """The border to stores, and the base of backends; made as `cls(context)`. `register`, `ping`, `stats`,
+    `traits`, `scrub` and the two `forget_...` have defaults.
 
     A batch is the sequence of its keys, and says what is known of them besides: see `Batch`.
 
@@ -193,6 +193,19 @@ class StorageBackend(Protocol):
     def close(self) -> None:
         """Let go of everything. Later calls raise StorageError; closing again does nothing."""
         ...
+
+    def forget_tenant(self, tenant: str) -> int | None:
+        """Forget every page of a tenant: how many there were. None: this store cannot tell whose pages are."""
+        return None
+
+    def forget_behind(self, batch: Batch) -> int | None:
+        """Forget every page that continues one of these in its chain: how many there were. None: this
+        store cannot tell which those are."""
+        return None
+
+    def scrub(self) -> None:
+        """Leave no bytes and no names of pages that were deleted; for stores that do so later by themselves."""
+        return None
 
     def stats(self) -> Mapping[str, float]:
         """Figures for metrics, by name. Cheap: no I/O."""

@@ -206,6 +206,11 @@ class RadixTree:
         """The deepest node that lies on `key` whole, whatever it holds and wherever."""
         return walk(self.root, key, len(key) // self.page_size, self.page_size)[0]
 
+    def follow(self, key: RadixKey) -> tuple[Node, Node | None, int]:
+        """As `find`, with the node's child that lies on `key` in part, or None, and how many of its pages do.
+        Splits nothing, and is no use."""
+        return walk(self.root, key, len(key) // self.page_size, self.page_size)
+
     def pages(self, node: Node, tier: Tier, start: SupportsIndex = 0, component: int = BACKBONE) -> Pages:
         """Page ids int32 [node.end - start] of the path from page `start` to the end of `node`.
 
@@ -531,6 +536,18 @@ class RadixTree:
         out = Dropped(self._residencies.places)
         for n in reversed(below):
             self._residencies.drop(n, BACKBONE, DEVICE, out)
+        return out.freed()
+
+    def drop_own(self, node: Node, tier: Tier) -> list[Freed]:
+        """Drop what `node` alone has in `tier`, unless something locks it or is there only by it. Of a device
+        node without a host copy, its host-only descendants too."""
+        at, out = self.current(node), Dropped(self._residencies.places)
+        if at is None or at.parent is None:
+            return []
+        entry = at.host if tier else at.device
+        is_needed = bool(at.children) and at.device.pages is None if tier else at.num_device_children > 0
+        if entry.pages is not None and entry.lock_ref == 0 and not is_needed:
+            self._residencies.drop(at, BACKBONE, tier, out)
         return out.freed()
 
     def clear(self) -> list[Freed]:

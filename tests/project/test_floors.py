@@ -16,6 +16,7 @@ FLOORS = {
     "tree": 1,
     "triton_kernels": 1,
     "events": 2,
+    "intents": 2,
     "memory": 2,
     "storage": 2,
     "transfer": 3,

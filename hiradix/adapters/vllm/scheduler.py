@@ -33,6 +33,8 @@ from hiradix.adapters.vllm.scheduler_plan import (
 from hiradix.adapters.vllm.step_meter import StepMeter
 from hiradix.adapters.vllm.stores import StorageTracker
 from hiradix.cache.foreign_device import NO_STATES, BlockOwner, BlockTables, ForeignDevice, StateBlocks
+from hiradix.cache.intents.planner import HostPlanner
+from hiradix.cache.intents.table import Intents
 from hiradix.cache.prefetch import Prefetcher
 from hiradix.errors import BadNamespace, Misuse
 from hiradix.policy.no_regret import GatedTransfer, NoRegret
@@ -72,6 +74,10 @@ class SchedulerRole:
         )
         self.meter = StepMeter(self.no_regret, plan.clock, self.index.page_size, plan.num_overlapping)
         self._prefetcher: Prefetcher | None = None  # once the workers' pools are known
+        planner = HostPlanner(
+            self.index, plan.clock, self.executor, lambda: self._prefetcher, self.device.backup
+        )
+        self.intents = Intents(planner, plan.intents)
         self._saves_new = plan.writes.is_due(1)  # when pages are computed, not only when they are used again
         self._saves_lost = plan.writes.writes_on_evict  # and not before vLLM takes their blocks
         self._finished: NextStepSaves | WriteBackSaves = (
@@ -127,6 +133,8 @@ class SchedulerRole:
             and not request.skip_reading_prefix_cache
         ):
             key = tracked.key(self._loadable_pages(request), self.index.page_size)
+            if self.index.removals.cover(key):
+                return
             self.prefetcher.start(request.request_id, key, self.index.tree.match(key).loadable_node)
 
     def lookup(self, request: EngineRequest, local_tokens: int) -> int | None:
@@ -195,9 +203,11 @@ class SchedulerRole:
         size, end = self.index.page_size, tracked.local_tokens + num_tokens
         key = None if end % size or tracked.is_stale else tracked.key(end // size, size)
         blocks = self._blocks(table)
-        return self.device.load(
-            tracked, tracked.request.request_id, key, blocks, tracked.local_tokens // size
-        )
+        start = tracked.local_tokens // size
+        is_ordered = self.device.load(tracked, tracked.request.request_id, key, blocks, start)
+        if is_ordered and key is not None:
+            self.intents.count_use(self.index.tree.find(key))
+        return is_ordered
 
     def _blocks(self, table: BlockTables) -> BlockTables:
         """Those of each component, of the blocks of all KV cache groups."""
@@ -252,7 +262,7 @@ class SchedulerRole:
         """
         if self._quiet is None or self.storage.is_asked:
             return None
-        if self._prefetcher is not None and self._prefetcher.is_due:
+        if (self._prefetcher is not None and self._prefetcher.is_due) or self.intents.is_due:
             return None
         size, requests = self.index.page_size, self.requests
         for request_id, end in () if self._saves_lost else computed:
@@ -277,6 +287,7 @@ class SchedulerRole:
         if self._prefetcher is not None:
             self._prefetcher.next_round()
         self._book()
+        self._apply_intents()
         written, num_tokens = self.device.start_loading(), 0
         is_loading = bool(written)
         written.update(filled)
@@ -298,6 +309,25 @@ class SchedulerRole:
         if not (fences or storage or jobs):
             return NO_ORDERS[bool(scheduled), is_awaited]
         return Orders(fences, jobs, storage, bool(scheduled), is_awaited)
+
+    def _apply_intents(self) -> None:
+        """Apply wishes. What requests have computed so far of what is forgotten is not saved any more."""
+        removals, size = self.index.removals, self.index.page_size
+        before = removals.number
+        if self.index.is_open:
+            self.intents.tick()
+        if removals.number == before:
+            return
+
+        def covers(tracked: Tracked, num_pages: int) -> bool:
+            return removals.cover_since(tracked.key(num_pages, size), before)
+
+        for tracked in self.requests.values():
+            if tracked.request.num_computed_tokens > 0 and covers(
+                tracked, tracked.request.num_tokens // size
+            ):
+                tracked.is_stale = True
+        self._finished.forget(lambda left: covers(left.tracked, left.num_pages))
 
     def _measure(self, scheduled: Sequence[StepRequest], num_tokens: int, is_loading: bool) -> None:
         """What computing costs is measured by steps that wait for no load and compute mostly prompts."""
@@ -496,6 +526,7 @@ class SchedulerRole:
             tracked.is_stale = tracked.request.num_computed_tokens > 0
         if self._prefetcher is not None:
             self._prefetcher.disown()
+        self.intents.reset(is_empty=False)
         self.index.lose_all()
         self._finished.forget_all()
         if not self.plan.keeps_storage:

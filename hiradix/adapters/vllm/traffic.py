@@ -37,4 +37,5 @@ _NAMES = {
     JobKind.QUERY: "query",
     JobKind.READ: "prefetch",
     JobKind.STORE: "backup",
+    JobKind.DELETE: "deletion",
 }

@@ -37,7 +37,7 @@ from hiradix.transfer import (
     Ticket,
     TransferLimits,
 )
-from hiradix.transfer.jobs import NO_PAGES, QueryPayload, ReadPayload
+from hiradix.transfer.jobs import NO_PAGES, DeletePayload, QueryPayload, ReadPayload
 from hiradix.transfer.step_executor import LoadOrder, SaveOrder, StorageJob
 
 logger = logging.getLogger(__name__)
@@ -314,6 +314,8 @@ class WorkerRole:
         asked = job.payload
         if isinstance(asked, QueryPayload):
             return self._controller.query(asked.rows, asked.num_pages, asked.windows, asked.known)
+        if isinstance(asked, DeletePayload):
+            return self._controller.delete(asked)
         backbone, *others = asked.trailing
         if isinstance(asked, ReadPayload):
             return self._controller.read(

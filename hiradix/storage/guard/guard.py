@@ -274,6 +274,26 @@ class GuardedStorage(PageStore):
         self._meters.of(Op.DELETE).ended(duration_s, 0 if reason else len(keys), 0, missed)
         return reason is None
 
+    def forget_tenant(self, tenant: str) -> int | None:
+        """Forget all pages of a tenant: how many there were. None where the backend cannot tell whose its pages
+        are, failed, or did not answer in time."""
+        forget = getattr(self.backend, "forget_tenant", _cannot_tell)
+        return self._counted("forget_tenant", partial(forget, tenant))
+
+    def forget_behind(self, keys: Sequence[str]) -> int | None:
+        """Forget all pages that continue one of these: how many there were. None as for `forget_tenant`."""
+        forget = getattr(self.backend, "forget_behind", _cannot_tell)
+        return self._counted("forget_behind", partial(forget, self._named(Batch.of(keys))))
+
+    def _counted(self, what: str, work: Callable[[], int | None]) -> int | None:
+        found: list[int | None] = []
+        return found[0] if self._admin(what, lambda: found.append(work())) else None
+
+    def scrub(self) -> bool:
+        """Leave no bytes and no names of what was forgotten; False when the backend failed, was late, or does
+        not give bytes back."""
+        return self.frees_deleted and self._admin("scrub", getattr(self.backend, "scrub", _nothing))
+
     # -- lifecycle ----------------------------------------------------------------------
 
     def clear(self) -> bool:
@@ -544,6 +564,11 @@ def _keys_ok(op: Op, keys: Sequence[str]) -> bool:
         logger.warning("storage %s: %s", op.value, error)
         return False
     return True
+
+
+def _cannot_tell(*_: object) -> int | None:
+    """Stands for a listing that a backend does not have."""
+    return None
 
 
 def _nothing(*_: object) -> None:

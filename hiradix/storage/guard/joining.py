@@ -376,6 +376,21 @@ class JoiningStorage(PageStore):
         store = self._store
         return store is not None and store.delete(keys)
 
+    def forget_tenant(self, tenant: str) -> int | None:
+        """Forget all pages of a tenant; None where the store cannot tell, failed or is not joined."""
+        store = self._store
+        return None if store is None else store.forget_tenant(tenant)
+
+    def forget_behind(self, keys: Sequence[str]) -> int | None:
+        """Forget what continues these keys; None where the store cannot tell, failed or is not joined."""
+        store = self._store
+        return None if store is None else store.forget_behind(keys)
+
+    def scrub(self) -> bool:
+        """Leave nothing of what was forgotten; False where the store failed or is not joined."""
+        store = self._store
+        return store is not None and store.scrub()
+
     def clear(self) -> bool:
         """Forget all pages; False where the store failed or is not joined."""
         store = self._store

@@ -33,6 +33,28 @@ class PageStore(ABC):
         """Store pages under these keys; True: that one is stored."""
 
     @abstractmethod
+    def delete(self, keys: Sequence[str]) -> bool:
+        """Forget these keys; False: some may be there still."""
+
+    @abstractmethod
+    def clear(self) -> bool:
+        """Forget all pages of this fingerprint; False: some may be there still."""
+
+    @abstractmethod
+    def forget_tenant(self, tenant: str) -> int | None:
+        """Forget all pages of a tenant: how many there were. None: it cannot tell whose its pages are, or
+        failed."""
+
+    @abstractmethod
+    def forget_behind(self, keys: Sequence[str]) -> int | None:
+        """Forget all pages that continue one of these in its chain: how many there were. None: it cannot tell
+        which these are, or failed."""
+
+    @abstractmethod
+    def scrub(self) -> bool:
+        """Leave no bytes and no names of what was forgotten; False where it failed."""
+
+    @abstractmethod
     def register(self, memory: memoryview) -> bool:
         """Tell it of a host pool's memory, in which pages will lie."""
 

@@ -48,6 +48,17 @@ class Wrapper(StorageBackend):
     def delete(self, keys: Sequence[str]) -> None:
         self.inner.delete(keys)
 
+    def forget_tenant(self, tenant: str) -> int | None:
+        found: int | None = getattr(self.inner, "forget_tenant", _nothing)(tenant)
+        return found
+
+    def forget_behind(self, batch: Batch) -> int | None:
+        found: int | None = getattr(self.inner, "forget_behind", _nothing)(batch)
+        return found
+
+    def scrub(self) -> None:
+        getattr(self.inner, "scrub", _nothing)()
+
     def clear(self) -> None:
         self.inner.clear()
 
