@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hiradix.adapters.admin import port_of_environment
 from hiradix.adapters.rope import DYNAMIC, LONG, lengths_that_decide, unfixed
 from hiradix.adapters.sglang.engine_views import ControllerView, FencedStreams
 from hiradix.adapters.sglang.lora_adapters import LoraAdapters, keep_apart
@@ -215,6 +216,9 @@ def _build(context: Any, flags: Any, api: Api) -> Any:
     cache.watch(weights, extra)
     cache.read_attach_rules = partial(_attach_rules, flags.hicache_storage_backend, extra)
     cache.attach_rules = cache.read_attach_rules()
+    port = port_of_environment(os.environ)
+    if port is not None:
+        cache.listen(port, getattr(flags, "admin_api_key", None))
     return cache
 
 

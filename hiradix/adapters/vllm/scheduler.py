@@ -37,6 +37,8 @@ from hiradix.cache.intents.planner import HostPlanner
 from hiradix.cache.intents.table import Intents
 from hiradix.cache.prefetch import Prefetcher
 from hiradix.errors import BadNamespace, Misuse
+from hiradix.intents import Selector
+from hiradix.intents.http import answers_of_request
 from hiradix.policy.no_regret import GatedTransfer, NoRegret
 from hiradix.transfer import JobKind
 from hiradix.transfer.step_executor import StepExecutor
@@ -44,6 +46,7 @@ from hiradix.tree import BACKBONE, Node, Pages, Tier
 
 logger = logging.getLogger(__name__)
 
+WISHES = "hiradix"  # of a request's kv_transfer_params: its wishes, and in its answer what became of them
 ARRIVAL_WAIT_S = 0.5  # longest a request asks again for pages that another one is just saving
 AWAITED = (JobKind.WRITE, JobKind.LOAD, JobKind.QUERY, JobKind.READ)  # what a request may be waiting for
 NO_ORDERS = {  # for a step that has none: (computes, is_awaited)
@@ -233,6 +236,19 @@ class SchedulerRole:
             ended = ended if later is None else None
         learn(self.index, tracked, known, ended)
 
+    def take_wishes(self, request: Any) -> list[dict[str, Any]] | None:
+        """What becomes of the wishes that a request brought in its `kv_transfer_params`, about its prompt: taken
+        when it ends, before `finished`. None: it brought none."""
+        given = (getattr(request, "kv_transfer_params", None) or {}).get(WISHES)
+        if given is None:
+            return None
+        tracked = self.requests.get(request.request_id)
+        if tracked is None:
+            return [{"message": "nothing of this request is cached here", "field": WISHES}]
+        num_pages = tracked.ended().prompt_tokens // self.index.page_size
+        selector = Selector.prefix(tracked.key(num_pages, self.index.page_size))
+        return answers_of_request(given, selector, self.intents.submit)
+
     def _give_up(self, tracked: Tracked) -> None:
         """Let go of prefetched pages: they are loaded from here on, or not wanted. What is still on its way
         enters the tree all the same."""
@@ -287,7 +303,7 @@ class SchedulerRole:
         if self._prefetcher is not None:
             self._prefetcher.room.next_round()
         self._book()
-        self._apply_intents()
+        self.apply_intents()
         written, num_tokens = self.device.start_loading(), 0
         is_loading = bool(written)
         written.update(filled)
@@ -310,7 +326,7 @@ class SchedulerRole:
             return NO_ORDERS[bool(scheduled), is_awaited]
         return Orders(fences, jobs, storage, bool(scheduled), is_awaited)
 
-    def _apply_intents(self) -> None:
+    def apply_intents(self) -> None:
         """Apply wishes. What requests have computed so far of what is forgotten is not saved any more."""
         removals, size = self.index.removals, self.index.page_size
         before = removals.number
