@@ -26,6 +26,7 @@ from hiradix.cache.reads import Reads
 from hiradix.cache.reserved_room import ReservedRoom, Wish, on_device_only
 from hiradix.cache.waiting import WaitingOrder
 from hiradix.errors import Misuse
+from hiradix.explain import Reason
 from hiradix.policy.no_regret import GatedTransfer, NoRegret
 from hiradix.policy.prefetch_policy import PrefetchPolicy
 from hiradix.transfer import JobKind, Result, StorageExecutor
@@ -94,6 +95,7 @@ class Prefetcher:
         self._waiting = WaitingOrder()
         self._running: list[Prefetch] = []
         self._loaded: dict[Hashable, tuple[int, int]] = {}
+        self._withheld: dict[Hashable, tuple[int, Reason, float]] = {}
         self.room = ReservedRoom(
             supply, self._waiting, self._running, lambda: self.caps, self._want, self._begin
         )
@@ -129,6 +131,7 @@ class Prefetcher:
         self._waiting.clear()
         self._running.clear()
         self._loaded.clear()
+        self._withheld.clear()
         self.room.clear()
 
     # -- the request's side -------------------------------------------------------------
@@ -139,14 +142,19 @@ class Prefetcher:
         self.abort(handle)
         if not self._executor.storage_attached:
             return False
-        asked = self._worth(key, node)
+        asked, withheld = self._worth(key, node), None
         limit_s = self.policy.wait_limit_s(asked)
-        if asked and limit_s and not self.reads.no_regret.asks(asked):
-            asked = 0
+        num_pages = key.num_pages(self._tree.page_size)
+        if not asked and num_pages > node.end:
+            withheld = (num_pages, Reason.BELOW_THRESHOLD)
+        elif asked and limit_s and not self.reads.no_regret.asks(asked):
+            asked, withheld = 0, (num_pages, Reason.PREDICTED_SLOWER)
         if not asked and not node.end:
+            if withheld is not None:
+                self._withheld[handle] = (*withheld, 0.0)
             return False
         p = Prefetch(handle, key, asked, node.end, self._clock(), limit_s, node, had_end=node.end)
-        p.num_adopted = self._num_adopted()
+        p.num_adopted, p.withheld = self._num_adopted(), withheld
         self._waiting.add(p)
         self.room.is_stale = True
         if not asked:
@@ -184,6 +192,7 @@ class Prefetcher:
             return True
         if not self._is_over_time(p) and self._takes_what_there_is(p):
             return False
+        p.withheld = self._late(p)
         self._report(p)
         self._go_on(p)
         return True
@@ -217,6 +226,14 @@ class Prefetcher:
             self._report(p)
         return self._loaded.pop(handle, (0, 0))
 
+    def pop_withheld(self, handle: Hashable) -> tuple[int, Reason, float] | None:
+        """Up to which page storage has `handle`'s prompt, or may have it, why it did not bring that, and how
+        long the request waited. None: all that storage has came. Reading resets it."""
+        p = self._waiting.get(handle)
+        if p is not None and self.is_done(handle):
+            self._report(p)
+        return self._withheld.pop(handle, None)
+
     def stop(self, handle: Hashable) -> None:
         """The request waits no more: hold and fetch nothing for it. Pages in flight still enter the tree."""
         p = self._waiting.get(handle)
@@ -234,6 +251,7 @@ class Prefetcher:
         """`stop` for a request that runs or has ended, and forget the number of pages brought for it."""
         self.stop(handle)
         self._loaded.pop(handle, None)
+        self._withheld.pop(handle, None)
 
     def stop_all(self) -> None:
         """Stop every prefetch (before a detach)."""
@@ -260,6 +278,8 @@ class Prefetcher:
             p.is_reported = True
             if p.loaded_pages:
                 self._loaded[p.handle] = p.loaded_end - p.loaded_pages, p.loaded_pages
+            if p.withheld is not None:
+                self._withheld[p.handle] = (*p.withheld, self._clock() - p.started_s)
 
     def _look_again(self, p: Prefetch) -> None:
         """Ask storage again for a prefetch that has ended, if its unheld host pages were evicted, or if storage
@@ -278,6 +298,14 @@ class Prefetcher:
         if p.phase is not PrefetchPhase.FOUND or p.hit is None:
             return False
         return self._tree.match(p.key).loadable_node.end >= p.hit.end
+
+    def _late(self, p: Prefetch) -> tuple[int, Reason]:
+        """What the request of `p` goes on without: up to which page, and why it has not come."""
+        waits_with = p.waits_with
+        if waits_with.phase is PrefetchPhase.FOUND and waits_with.hit is not None:
+            return waits_with.hit.end, Reason.NO_ROOM
+        end = p.start_page + p.asked_pages
+        return (end if p.hit is None else p.hit.end), Reason.DEADLINE
 
     def _is_over_time(self, p: Prefetch) -> bool:
         """Whether the request has waited as long as it may, for its pages or for room."""
@@ -394,6 +422,7 @@ class Prefetcher:
             p.started_s = self._clock()
         self.reads.hold(p, wish.beside)
         if not self.reads.submit(p, hit.part(wish.node.end, hit.end)):
+            p.withheld = hit.end, Reason.NO_ROOM
             self._finish(p)
 
     # -- the transfer's side ------------------------------------------------------------
@@ -446,6 +475,7 @@ class Prefetcher:
             self._tree.set_hashes(anchor, query.first_hashed, result.hashes[:skip])
         if result.error is not None and not p.stopped:
             self._supply.counters.miss("storage_transfer", p.asked_pages)
+            p.withheld = query.start + query.asked, Reason.STORAGE_FAILED
         p.found_nothing = result.error is None and result.num_pages == 0
         chain = None if query.first_hashed else result.hashes
         names = result.hashes[skip : skip + result.num_pages]
@@ -464,9 +494,12 @@ class Prefetcher:
         takes it. Counts the pages as missed if not."""
         if p.stopped or not self.policy.worth_reading(count):
             self._supply.counters.miss("dropped" if p.stopped else "below_threshold", count)
+            if count:
+                p.withheld = p.start_page + count, Reason.BELOW_THRESHOLD
             return False
         if not self.reads.no_regret.takes(GatedTransfer.FETCH, count):
             self._supply.counters.miss("slower_than_compute", count)
+            p.withheld = p.start_page + count, Reason.PREDICTED_SLOWER
             return False
         return True
 
@@ -484,6 +517,8 @@ class Prefetcher:
         look again."""
         if p.tickets or p.unread_pages != 0:
             raise Misuse(f"a prefetch ends with tickets {p.tickets} and {p.unread_pages} pages unread")
+        if p.phase is PrefetchPhase.READ and p.hit is not None and p.end_page < p.hit.end:
+            p.withheld = p.hit.end, Reason.STORAGE_FAILED if p.has_failed else Reason.DAMAGED
         p.phase, self.room.is_stale = PrefetchPhase.DONE, True
         self._running.remove(p)
         if not self._waiting.has(p):

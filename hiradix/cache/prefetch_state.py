@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from hiradix.cache.pages import BACKBONE, CacheCounters, PagesOf, PageSupply
+from hiradix.explain import Reason
 from hiradix.policy.no_regret import NoRegret
 from hiradix.transfer import Ticket
 from hiradix.transfer.jobs import Chain
@@ -72,6 +73,7 @@ class Prefetch:
     goes_on: bool = False  # its request has waited long enough: nothing is fetched for it any more
     room_since_s: float = -1.0  # when its request was first asked for and had no room; before: less than 0
     room_limit_s: float = 0.0  # the longest it waits for that
+    withheld: tuple[int, Reason] | None = None  # up to which page it did not come, and why
 
     @property
     def has_room(self) -> bool:
