@@ -126,8 +126,10 @@ class AnthropicMessage(StrictBody):
         """How many `cache_control` it has."""
         if isinstance(self.content, str):
             return 0
-        inner = [part for block in self.content if isinstance(block.content, list) for part in block.content]
-        return sum(one.cache_control is not None for one in (*self.content, *inner))
+        own: list[Any] = list(self.content)
+        for block in self.content:
+            own += block.content if isinstance(block.content, list) else ()
+        return sum(one.cache_control is not None for one in own)
 
 
 class AnthropicTool(StrictBody):
@@ -168,8 +170,8 @@ class CountBody(AddressedBody):
     def conversation(self, answering: Answering) -> Conversation:
         """What its tokens are made of; an assistant's message at the end is gone on with. ApiError."""
         if self.num_marks > MOST_MARKS:
-            message = f"cache_control: {self.num_marks} marks, at most {MOST_MARKS} are taken"
-            raise ApiError(message, param="cache_control")
+            told = f"cache_control: {self.num_marks} marks, at most {MOST_MARKS} are taken"
+            raise ApiError(told, param="cache_control")
         system = self.system or ""
         text = system if isinstance(system, str) else "".join(part.text for part in system)
         plain: list[Json] = [{"role": "system", "content": text}] if text else []
@@ -192,7 +194,7 @@ class CountBody(AddressedBody):
     def num_marks(self) -> int:
         """How many `cache_control` it has."""
         system = self.system if isinstance(self.system, list) else []
-        own = [*system, *(self.tools or ()), self]
+        own: list[Any] = [*system, *(self.tools or ()), self]
         return sum(one.cache_control is not None for one in own) + sum(one.marks for one in self.messages)
 
 
