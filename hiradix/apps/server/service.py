@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from hiradix.apps.engine.api import Conversation, EngineInfo, Output, SamplingParams, Scope
+from hiradix.apps.engine.api import ChatPrompt, EngineInfo, Output, SamplingParams, Scope
 
 NO_HOST_TIER = "Hierarchical cache is not enabled."
 
@@ -124,7 +124,7 @@ class TokenizerLike(Protocol):
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """The text of some tokens, special ones shown."""
 
-    def apply_chat(self, conversation: Conversation, context_length: int | None = None) -> list[int]:
+    def apply_chat(self, conversation: ChatPrompt, context_length: int | None = None) -> list[int]:
         """Token ids of a conversation; RequestError if it cannot be rendered or fit."""
 
     def token_text(self, token_id: int) -> str:

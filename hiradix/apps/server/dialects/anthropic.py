@@ -17,14 +17,14 @@ from starlette.responses import Response
 from hiradix.apps.engine.api import (
     FINISH_LENGTH,
     FINISH_TOOL,
-    Conversation,
+    ChatPrompt,
     RequestError,
     SamplingParams,
     Scope,
     Usage,
 )
-from hiradix.apps.server.answering import Answering, Job, new_id
-from hiradix.apps.server.asked import Answer, Asked, Piece
+from hiradix.apps.server.answering import Answering, AnswerJob, new_id
+from hiradix.apps.server.api_request import ApiRequest, Piece, WholeAnswer
 from hiradix.apps.server.errors import ApiError
 from hiradix.apps.server.fields import MESSAGES
 from hiradix.apps.server.generation import api_error
@@ -167,7 +167,7 @@ class CountBody(AddressedBody):
     tool_choice: AnthropicChoice | None = None
     cache_control: CacheControl | None = None
 
-    def conversation(self, answering: Answering) -> Conversation:
+    def conversation(self, answering: Answering) -> ChatPrompt:
         """What its tokens are made of; an assistant's message at the end is gone on with. ApiError."""
         if self.num_marks > MOST_MARKS:
             told = f"cache_control: {self.num_marks} marks, at most {MOST_MARKS} are taken"
@@ -210,7 +210,7 @@ class MessagesBody(CountBody):
     session_id: Name | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
 
-    def asked(self, answering: Answering, owner: Owner, session: str) -> Asked:
+    def asked(self, answering: Answering, owner: Owner, session: str) -> ApiRequest:
         """The request. ApiError."""
         asked = self.tool_choice or AnthropicChoice(type="auto")
         choices: dict[str, Any] = {"auto": "auto", "any": "required", "none": "none"}
@@ -234,7 +234,7 @@ class MessagesBody(CountBody):
             )
         except RequestError as error:
             raise api_error(error, "body") from error
-        return Asked(
+        return ApiRequest(
             prompts=[self.conversation(answering)],
             field="messages",
             params=params,
@@ -263,7 +263,7 @@ class AnthropicRenderer(Renderer):
         self._kind = ""
         self._last: Piece | None = None
 
-    def whole(self, answers: Sequence[Answer], usage: Usage) -> Json:
+    def whole(self, answers: Sequence[WholeAnswer], usage: Usage) -> Json:
         """The body."""
         [answer] = answers
         content: list[Json] = [{"type": "text", "text": answer.text}] if answer.text else []
@@ -379,7 +379,7 @@ class Anthropic:
         """POST /v1/messages."""
         return await self._answering.answer(request, await self._job(request))
 
-    async def _job(self, request: Request) -> Job:
+    async def _job(self, request: Request) -> AnswerJob:
         answering = self._answering
         with answering.intake.body() as share:
             body = await read_body(request, MessagesBody, share, MESSAGES)
