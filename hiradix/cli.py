@@ -9,9 +9,10 @@ from collections.abc import Sequence
 
 import hiradix
 
-USAGE = """usage: hiradix {serve,bench,certify,storage,replay,size,tour} ...
+USAGE = """usage: hiradix {serve,config,bench,certify,storage,replay,size,tour} ...
 
   serve    serve a model over HTTP through a three-tier prefix cache
+  config   check, show and explain the settings of serve; settings of LMCache as ours
   bench    play multi-turn conversations against a server and report cached tokens and latency
   certify  find out over HTTP whether a server with any prefix cache answers rightly
   storage  list, check, empty, copy or time a store of pages
@@ -71,6 +72,10 @@ def _command(arguments: list[str]) -> int:
         from hiradix.apps.server.serve import serve
 
         return serve(rest)
+    if command == "config":
+        from hiradix.apps.configure.main import main as config
+
+        return config(rest)
     if command == "bench":
         from hiradix.apps.bench.main import main as bench
 

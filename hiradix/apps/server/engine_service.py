@@ -261,4 +261,5 @@ def snapshot_of(engine: Engine) -> Snapshot:
         kv_events_figures=None if publisher is None else publisher.figures(),
         window=asdict(stats.window) if stats.window is not None else {},
         state=asdict(stats.state) if stats.state is not None else {},
+        intents=stats.intents.figures(),
     )

@@ -35,7 +35,8 @@ from hiradix.policy.eviction import make_order
 from hiradix.settings import Setting, Type, fields_of, nearest, settings_of
 from hiradix.sources import Given, Resolved, SettingSource, placed, resolve
 from hiradix.storage import StoreSettings, load_storage_backend
-from hiradix.storage.attach.rules import AttachRules, parse_prepared, parse_rule
+from hiradix.storage.attach.checks import check_store
+from hiradix.storage.attach.rules import AttachRules, rules_of
 from hiradix.storage.backends.disk import config as disk_config
 from hiradix.storage.backends.file import config as file_config
 
@@ -196,7 +197,7 @@ def resolve_serve(arguments: Sequence[str], environment: Mapping[str, str] | Non
         said_by_flags(arguments),
         os.environ if environment is None else environment,
         {one.name: "vLLM" for one in vllm_settings.own_settings()},
-        lambda name: f"{REFUSED[name]}: not supported" if name in REFUSED else foreign_key(name),
+        lambda name: f"is not supported: {REFUSED[name]}" if name in REFUSED else foreign_key(name),
     )
 
 
@@ -255,7 +256,7 @@ def _serve_config(found: Resolved) -> ServeConfig:
         tp_size=found["tp_size"],
         rank_timeout_s=found["dist_timeout"],
         kv_events=read_kv_events_config(found["kv_events_config"] or {}),
-        attach=_attach_rules(found),
+        attach=rules_of(found["attachable"], found["attach_allow"], found.where),
         places=found.places,
     )
 
@@ -274,13 +275,6 @@ def _check_numbers(found: Resolved) -> None:
     ratio = found["swa_full_tokens_ratio"]
     if ratio is not None and not 0 < ratio <= 1:
         raise ConfigError(f"--swa-full-tokens-ratio must be in (0, 1], got {ratio}")
-
-
-def _attach_rules(found: Resolved) -> AttachRules:
-    where = found.where("attachable")
-    prepared = {name: parse_prepared(where, name, one) for name, one in found["attachable"].items()}
-    where = found.where("attach_allow")
-    return AttachRules(prepared, tuple(parse_rule(text, where) for text in found["attach_allow"]))
 
 
 def tenants_of(
@@ -371,7 +365,9 @@ def _check_names(config: HiCacheConfig) -> None:
     loaded."""
     make_order(config.radix_eviction_policy, config.radix_eviction_policy_config)
     if config.hicache_storage_backend is not None:
-        StoreSettings.read(config.hicache_storage_backend_extra_config.backend)
+        keys = config.hicache_storage_backend_extra_config.backend
+        StoreSettings.read(keys)
+        check_store(config.hicache_storage_backend, keys)
 
 
 def _other_names(model_path: str) -> tuple[str, ...]:

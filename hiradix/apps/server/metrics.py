@@ -180,6 +180,12 @@ class SnapshotCollector:
             cache,
             snapshot.state,
         )
+        yield self._figures(
+            "hiradix:intents",
+            "Wishes, leases and what became of them, by what they are.",
+            cache,
+            snapshot.intents,
+        )
         yield from self._transfers(cache)
 
     def _transfers(self, labels: Mapping[str, str]) -> Iterator[Metric]:

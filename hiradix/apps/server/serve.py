@@ -198,6 +198,8 @@ def build_service(config: ServeConfig) -> EngineService:
         if recorder is not None:
             recorder.discard()
         raise
+    if recorder is not None and config.tp_size == 1:  # of several ranks each has a part of a token
+        recorder.describe(engine.info().kv_bytes_per_token)
     thread = EngineThread(engine)
     thread.start()
     make = EngineService if config.tp_size == 1 else RankedService

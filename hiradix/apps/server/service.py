@@ -94,7 +94,7 @@ class Snapshot:
     `kv_events` is where events are published, if they are, and `kv_events_figures` how many.
     `transfers` is by kind (write: device to host, load: back, store and read: to and from storage, query).
     `window`: tokens of sliding-window pools, `state`: records of recurrent states, empty for models without;
-    `cache` speaks of full attention.
+    `intents`: figures of wishes, such as leases; `cache` speaks of full attention.
     """
 
     engine: EngineInfo
@@ -107,6 +107,7 @@ class Snapshot:
     kv_events_figures: Mapping[str, int] | None = None
     window: Mapping[str, int] = field(default_factory=dict)
     state: Mapping[str, int] = field(default_factory=dict)
+    intents: Mapping[str, int] = field(default_factory=dict)
 
 
 class TokenizerLike(Protocol):
