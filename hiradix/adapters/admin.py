@@ -10,9 +10,9 @@
                                         wishes: see `hiradix.intents.http`; with a key only
 
 Engines have no place for endpoints of a cache, so this is a listener of its own in the scheduler's process,
-on loopback, if a port is set. An attach is taken up with vLLM's next step: the answer is 202. What may be
-attached is what `attachable` and `attach_allow` say, and what was attached at start, as `default`. SGLang has
-endpoints of its own for that.
+on loopback, if a port is set. An attach is taken up with vLLM's next step: the answer is 202. Only
+configurations that `attachable` or `attach_allow` permit may be attached, and as `default` the one that was
+attached at start. SGLang has endpoints of its own for that.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@
 | slru | fewer than `protected_threshold` (2) hits, then lru |
 | tlru | ends of conversations that can be recomputed within the budget, then lru |
 
-What counts is what was so when the entry was last unlocked. All keys are made of counts and sequence numbers,
-so ranks that see the same calls evict the same pages. `register_eviction_policy` adds others.
+A key is computed when its entry is unlocked, and stays until it is locked again. Keys are made of counts and
+sequence numbers, so ranks that see the same calls evict the same pages. `register_eviction_policy` adds others.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """PrefixCache: the one class behind the drop-in prefix caches; requests and tokens in, slots out.
 
-Which kinds of attention and which tiers it has is what it is made with (see `kinds` and `names`). Every
-method runs on the scheduler thread. Names and semantics are those of SGLang 0.5.9's classes; the work is done
-in pages by `HierarchicalCache`.
+It is made with its kinds of attention and its tiers (see `kinds` and `names`). Every method runs on the
+scheduler thread. Names and semantics are those of SGLang 0.5.9's classes; the work is done in pages by
+`HierarchicalCache`.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ BORDERS = {
     "hiradix.tree.order.EvictionOrder": "an eviction policy",
     "hiradix.policy.learning.LearningPolicy": "an eviction policy that learns",
     # the wing of applications
-    "hiradix.apps.engine.attention.KVBuffers": "a model's view of a pool",
-    "hiradix.apps.engine.recurrent.StateBuffers": "a model's view of a pool of states",
+    "hiradix.apps.engine.attention.KVBuffers": "a model's view of a pool, of one rank or of several",
+    "hiradix.apps.engine.recurrent.StateBuffers": "a model's view of a pool of states, likewise",
     "hiradix.apps.server.service.Service": "an engine behind the HTTP server",
     "hiradix.apps.server.service.TokenizerLike": "a tokenizer",
 }

@@ -1,6 +1,6 @@
 """Re-injects known bugs into a copy of the code, one at a time, and shows what catches each.
 
-    python -m tests.simulation.kill_table            all; prints the table of docs/lab/faults.md
+    python -m tests.simulation.kill_table            all; the rows of docs/lab/faults.md, with seeds and moves
     python -m tests.simulation.kill_table h1 h17     those of these rows
 
 First the simulation tries a few seeds, then the named tests run, then the simulation tries many. Run on

@@ -22,7 +22,10 @@ ATTENTION_NAME = "hiradix_paged"
 
 
 class KVBuffers(Protocol):
-    """The part of a device pool that a forward pass uses; the getters wait on the layer's gate."""
+    """The part of a device pool that a forward pass uses; the getters wait on the layer's gate.
+
+    A `DevicePool`, or with ranks the `UngatedOnceFailed` around one, whose module is above this one.
+    """
 
     page_size: int
 

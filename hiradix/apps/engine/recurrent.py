@@ -145,7 +145,8 @@ def states_of(config: Any, dtype: torch.dtype, tp_size: int = 1) -> States | Non
 
 
 class StateBuffers(Protocol):
-    """The part of a state pool that a forward pass uses; the getter waits on the layer's gate."""
+    """The part of a state pool that a forward pass uses; the getter waits on the layer's gate. As
+    `KVBuffers`."""
 
     def get_arrays(self, layer: int, /) -> tuple[torch.Tensor, ...]: ...
 
