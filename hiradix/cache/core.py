@@ -277,9 +277,9 @@ class HierarchicalCache:
         """
         dropped = self.supply.num_dropped
         before, target = dropped[component], dropped[component] + num_pages
+        self.intents.expire()
         if self._load_back is not None:
             self._load_back.drop_failed()
-        self.intents.expire()
         self._write_back(target - dropped[component], component)
         self.supply.evict(DEVICE, target - dropped[component], component)
         if dropped[component] < target and self.wait_for_copies(COPY_WAIT_S):

@@ -165,11 +165,13 @@ class Intents:
             job.begin()
 
     def expire(self) -> None:
-        """End leases whose time has come: also where room is made between two ticks. O(leases)."""
+        """End leases whose time has come, or whose pages are spoilt: also where room is made between two ticks.
+        O(leases)."""
         if not self._is_applying:
             for lease in list(self.book.leases.values()):
-                if lease.is_held and lease.is_over:
+                if lease.is_held:
                     lease.advance()
+                if not lease.is_open:
                     self._close(lease)
 
     def count_use(self, node: Node) -> None:
