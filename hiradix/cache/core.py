@@ -43,6 +43,7 @@ from hiradix.cache.prefetch import Prefetcher
 from hiradix.cache.write_through import WriteThrough
 from hiradix.errors import CacheError, Misuse, StorageError
 from hiradix.intents.limits import IntentLimits
+from hiradix.policy.hint_shares import HintShares
 from hiradix.policy.learning import LearningPolicy, learner_of
 from hiradix.policy.no_regret import NoRegret
 from hiradix.policy.prefetch_policy import PrefetchPolicy
@@ -98,6 +99,7 @@ class HierarchicalCache:
         self.prefetcher: Prefetcher | None = None
         self._ranks: Agreement | None = None
         self.no_regret = NoRegret(False)
+        self._hints = HintShares()
         self._removals = Removals(tree)
         if host is not None:
             self._build_lower_tiers(host, agree)
@@ -222,10 +224,21 @@ class HierarchicalCache:
         """A request that still locks `node`, where the path of `key` ends, has ended. Once per request: what
         it has inserted may have waited for this."""
         if self.learner is not None:
+            tenant = key.space.tenant
+            self._hints.ended(tenant)
+            if ended.hint is not None and not self._hints.hears(tenant, ended.hint):
+                ended = ended.unhinted()
             self.learner.finished(self.tree, node, key, ended)
         if ended.session:
             self.intents.name_session(ended.session, node)
         self.inserted(node)
+
+    def hint(self, key: RadixKey, hint: str) -> int:
+        """A client says `hint` of what the cache has of `key`: its pages; 0 where no policy learns, or where it
+        says so of too much."""
+        if self.learner is None or not self._hints.hears(key.space.tenant, hint):
+            return 0
+        return self.learner.hint_prefix(self.tree, key, hint)
 
     def is_blocked(self, key: RadixKey) -> bool:
         """Whether nothing may be inserted at `key`: it is being forgotten, or a failed load is still locked on

@@ -432,15 +432,13 @@ class PrefixCache:
             self._let_go(req)
 
     def hint(self, key: RadixKey, hint: str) -> int:
-        """`end_of_session` or `keep_alive` of a conversation; its cached tokens (0: nothing learns).
+        """`end_of_session` or `keep_alive` of a conversation; its cached tokens (0: nothing learns, or its
+        tenant, beside others, says `keep_alive` of too many of his requests).
 
         ValueError for other hints.
         """
         known_hint(hint)
-        learner = self.cache.learner
-        if self.disable or learner is None:
-            return 0
-        return learner.hint_prefix(self.tree, self._view(key), hint) * self.page_size
+        return 0 if self.disable else self.cache.hint(self._view(key), hint) * self.page_size
 
     def forget_request(self, req: RequestLike) -> None:
         """A request has ended, or runs anew from its beginning."""

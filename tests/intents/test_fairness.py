@@ -11,6 +11,7 @@ import torch
 
 from hiradix.intents import Selector
 from hiradix.memory import ReqToTokenPool, SlotAllocator
+from hiradix.policy.hint_shares import HintShares
 from hiradix.prefix_cache import CacheInitParams, EvictParams, InsertParams, MatchPrefixParams, RadixCache
 from hiradix.tree import RadixKey
 
@@ -57,3 +58,18 @@ def test_a_greedy_tenant_costs_others_little(order: str, greedy: str) -> None:
     fair, beside = hits(order, "", 1), hits(order, greedy, 1)
     assert 0.2 < fair < 0.8, "the cache is neither too large nor too small to tell"
     assert fair - beside <= MOST_POINTS, (fair, beside)
+
+
+def test_a_tenant_alone_is_heard_whatever_he_says_and_beside_others_in_part() -> None:
+    shares = HintShares()
+    for _ in range(20):
+        shares.ended("a")
+        assert shares.hears("a", "keep_alive")
+    shares.ended("b")
+    heard = 0
+    for _ in range(200):
+        shares.ended("a")
+        heard += shares.hears("a", "keep_alive")
+        assert shares.hears("a", "end_of_session")
+    assert 40 <= heard <= 100
+    assert shares.hears("b", "keep_alive"), "a first one is always heard"
