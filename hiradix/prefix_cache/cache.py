@@ -16,7 +16,9 @@ import numpy as np
 import torch
 
 from hiradix.cache import HierarchicalCache, HostTier
+from hiradix.cache.misses import Hit, Withheld
 from hiradix.errors import Misuse, NoTier
+from hiradix.explain import Explanation, Reason
 from hiradix.intents import OPERATOR, TIER_NAMES, Intent, Receipt, Selector, TenantUse, Verb
 from hiradix.policy.eviction import make_order
 from hiradix.policy.no_regret import NoRegret
@@ -35,6 +37,7 @@ from hiradix.prefix_cache.records import (
     MatchPrefixParams,
     MatchResult,
     RequestLike,
+    insert_params,
 )
 from hiradix.prefix_cache.slots import AllocatorPages, Pages, RowCopies, SlotTable, pages_of, slots_of
 from hiradix.prefix_cache.stats import stats_of
@@ -42,6 +45,7 @@ from hiradix.transfer import HiCacheController, JobKind, LayerDoneCounter
 from hiradix.tree import BACKBONE, DEVICE, FULL, DeadLeaf, Lock, Node, RadixKey, RadixTree
 from hiradix.tree.key import as_tokens, namespace
 from hiradix.tree.native import mypyc_attr
+from hiradix.tree.node import NO_PAGES
 
 BESIDE: Final = 1  # the tree's component of the kind beside full attention
 WISH_WAIT_S: Final = 30.0  # longest time to reach what is wished, where nothing else is said
@@ -77,6 +81,7 @@ class PrefixCache:
         self.page_size = index(init.page_size)
         self.is_eagle = params.is_eagle
         self.disable_finished_insert = params.disable_finished_insert
+        self.eviction_policy = params.eviction_policy
         window = init.sliding_window_size
         self.sliding_window_size: int | None = None if window is None else index(window)
         self.req_to_token_pool = params.req_to_token_pool
@@ -86,6 +91,8 @@ class PrefixCache:
         self._pages = full_pages(params) if beside is None else beside.full
         self.cache = self._make_cache(params, host)
         self.tree = self.cache.tree
+        if params.explain_names and not params.disable:
+            self.cache.remember_departures(params.eviction_policy, index(init.explain_names))
         self._by_node = LocksByNode(self.tree)
         self._prefetcher = self.cache.prefetcher
         self._attached: AttachedStorage | None = None
@@ -94,8 +101,15 @@ class PrefixCache:
         # running requests whose found prefix was counted as used: how much had been forgotten by then
         self._counted: dict[str, int] = {}
         self._copies = RowCopies()
-        self._slot_table = SlotTable(self._pages.num_pages, self.page_size, self.device)
+        num_pages = 0 if self._pages.end_page is None else self._pages.num_pages
+        self._slot_table = SlotTable(num_pages, self.page_size, self.device)
         self._empty = torch.empty(0, dtype=torch.int64, device=self.device)
+        self.enable_kv_cache_events = params.enable_kv_cache_events
+        self._events: Any = None
+        if params.enable_kv_cache_events:
+            from hiradix.events import KVEvents, storage_medium
+
+            self._events = KVEvents(self.tree, None, lambda: storage_medium(self.storage_name))
 
     def _make_cache(self, params: CacheInitParams, host: HostTier | None) -> HierarchicalCache:
         order, beside = make_order(params.eviction_policy, params.eviction_policy_config), self._beside
@@ -116,15 +130,16 @@ class PrefixCache:
     def root_node(self) -> Node:
         return self.cache.tree.root
 
-    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+    def match_prefix(self, params: MatchPrefixParams | Any) -> MatchResult:
         """The longest cached prefix of `params.key`, in whole pages. Splits a node the match ends in.
 
         With recurrent states up to a record; and where the pages end that are there beyond it. Answers for
         keys of one `TokenLog`, or for one key, may be views of the same memory, which is not written again:
         do not write into them.
         """
+        asked: Any = params  # or SGLang's record, of any version
         root = self.tree.root
-        key = self._view(params.key)
+        key = self._view(asked.key)
         if self.disable or len(key) < self.page_size:
             return MatchResult(self._empty, root, root)
         is_known = key.bookmark.node is not None
@@ -156,6 +171,15 @@ class PrefixCache:
     def device_slots(self, node: Node, start: int = 0) -> torch.Tensor:
         """int64 [tokens]: the device slots of the path to `node`, from page `start` on. A fresh tensor."""
         return self._slot_table.of(self.tree.pages(node, DEVICE, start))
+
+    path_device_indices = device_slots
+
+    def get_height(self, node: Node) -> int:
+        """How many nodes the path to `node` has; 0 for the root. O(path)."""
+        height, at = 0, node
+        while at.parent is not None:
+            height, at = height + 1, at.parent
+        return height
 
     def record(self, node: Node) -> int:
         """The device record of state at `node`, a boundary that is locked there; 0 at the root: no state."""
@@ -226,51 +250,86 @@ class PrefixCache:
 
     # -- writing ------------------------------------------------------------------------
 
-    def insert(self, params: InsertParams) -> InsertResult:
+    def insert(self, params: InsertParams | Any) -> InsertResult:
         """Give `params.value` to the tree where it has nothing.
 
         What it has already stays the caller's to free. With a kind beside full attention that is freed from
         `prev_prefix_len` on, as in upstream, which is the caller's word for what it has from the tree.
+
+        Without a value, where slots hold no data, the tree takes slots of the allocator itself, and evicts for
+        them. Misuse, with nothing changed: a pool of data is behind them, or there are too few.
         """
-        key = self._view(params.key).page_aligned(self.page_size)
+        given: Any = insert_params(params)  # flags may be numpy's, which the compiled form does not take
+        key = self._view(given.key).page_aligned(self.page_size)
         if self.disable or len(key) == 0:
             return InsertResult(0)
         if self._beside is not None:
-            return self._insert_with(self._beside, key, params)
+            return self._insert_with(self._beside, key, given)
         if self.cache.is_blocked(key):
             return InsertResult(len(key))
-        given: Any = params  # flags may be numpy's, which the compiled form does not take
         match = self.tree.match(key)
         known = match.device_node.end * self.page_size
-        pages = pages_of(params.value, self.page_size, known, len(key))
+        pages = self._pages_given(given.value, known, len(key))
         lock = self.tree.insert(
-            key, DEVICE, [pages], priority=_priority_of(params), found=match.loadable_node
+            key, DEVICE, [pages], priority=_priority_of(given), found=match.loadable_node
         ).lock
         if given.chunked:
             self.cache.inserted(lock.node)
         else:
             self.cache.finished(key, lock.node, Finished(len(key), 0))
-        self.tree.unlock(lock)
-        return InsertResult(known)
+        return self._inserted(known, lock)
 
-    def _insert_with(self, beside: AttentionKind, key: RadixKey, params: InsertParams) -> InsertResult:
+    def _pages_given(self, value: Any, start: int, stop: int) -> Pages:
+        """int32: the pages of slots [start, stop) of a value, or own ones where it names none."""
+        if value is not None and value.dtype != torch.bool:
+            return pages_of(value, self.page_size, start, stop)
+        if self.token_to_kv_pool_allocator.get_kvcache() is not None:
+            raise Misuse("value: the slots that hold the key's data are needed, as there is a pool of it")
+        count = (stop - start) // self.page_size
+        short = count - self._pages.available
+        if short > 0:
+            self.cache.evict(short)
+        pages = self._pages.alloc(count) if count else NO_PAGES
+        if pages is None:
+            raise Misuse(f"value: {count} pages are needed, {self._pages.available} are free")
+        return pages
+
+    def _inserted(self, known: int, lock: Lock, mamba_exist: bool = False) -> InsertResult:
+        """What an insert came to, whose lock is given back here."""
+        self.tree.unlock(lock)
+        node = self.tree.current(lock.node) or self.tree.root  # it may have been merged
+        window, at = 0, node
+        if self.supports_swa():
+            while at.parent is not None and at.residency(BESIDE, DEVICE).pages is not None:
+                at = at.parent
+            window = (node.end - at.end) * self.page_size
+        return InsertResult(known, node.end * self.page_size, node, mamba_exist, window)
+
+    def _insert_with(self, beside: AttentionKind, key: RadixKey, given: Any) -> InsertResult:
         """`insert` of full pages with what is beside them."""
-        given: Any = params
-        start, priority = index(given.prev_prefix_len) // self.page_size, _priority_of(params)
-        pages = pages_of(params.value, self.page_size, start * self.page_size, len(key))
+        start, priority = index(given.prev_prefix_len) // self.page_size, _priority_of(given)
+        if given.value is None:
+            raise Misuse("value: the slots that hold the key's data are needed, with what lies beside them")
+        pages = pages_of(given.value, self.page_size, start * self.page_size, len(key))
         self.tree.match(key)  # splits the node it ends in
         there = self.tree.find(key)
         if self.cache.is_blocked(key):
             self._pages.free(pages[pages != self._held_pages(there, start, len(pages), BACKBONE)])
-            beside.free_refused(params)
+            beside.free_refused(given)
             return InsertResult(len(key))
         known = self.tree.absent_from(there, DEVICE)
         record = None if given.mamba_value is None else index(given.mamba_value)
+        had_record = record is not None and there.end == len(key) // self.page_size and (
+            there.residency(BESIDE, DEVICE).pages is not None
+        )  # fmt: skip
         ended = None if given.chunked else Finished(len(key), 0)
+        num_freed = min(-(-index(given.swa_evicted_seqlen) // self.page_size) - start, len(pages))
+        if num_freed > 0:
+            own = self._held_pages(there, start, num_freed, BACKBONE)
+            beside.forget(pages[:num_freed][pages[:num_freed] != own])
         lock = self.insert_pages(key, pages, None, ended, record)
         self.tree.prioritise(lock, priority)
-        self.tree.unlock(lock)
-        return InsertResult(known * self.page_size)
+        return self._inserted(known * self.page_size, lock, had_record)
 
     def insert_pages(
         self, key: RadixKey, pages: Pages, held: Lock | None, ended: Finished | None = None,
@@ -318,7 +377,7 @@ class PrefixCache:
                 held[lo - start : hi - start] = own[lo - n.start : hi - n.start]
         return held
 
-    def evict(self, params: EvictParams) -> EvictResult:
+    def evict(self, params: EvictParams | Any) -> EvictResult:
         """Free at least so many device tokens, and so many of the kind beside, or all that nothing holds.
 
         Full pages take along what lies beside them. Windows and records leave the pages where some match can
@@ -456,7 +515,9 @@ class PrefixCache:
 
     # -- keys ---------------------------------------------------------------------------
 
-    def _view(self, key: RadixKey) -> RadixKey:
+    def _view(self, given: Any) -> RadixKey:
+        """A key of ours, or one of SGLang's, as this cache's tree sees it."""
+        key: RadixKey = given if isinstance(given, RadixKey) else _as_ours(given)
         return key.bigrams() if self.is_eagle and not key.is_bigram else key
 
     def _key(self, token_ids: Any, req: RequestLike) -> RadixKey:
@@ -486,6 +547,11 @@ class PrefixCache:
         if controller is None:
             raise NoTier(f"{type(self).__name__} has no host tier, and so no controller")
         return controller
+
+    @property
+    def cache_controller(self) -> HiCacheController | None:
+        """What moves pages between the tiers, as SGLang calls it; None without a host tier."""
+        return self.cache.controller
 
     @property
     def layer_done_counter(self) -> LayerDoneCounter | None:
@@ -669,6 +735,31 @@ class PrefixCache:
         if self._prefetcher is not None:
             self._prefetcher.abort(req_id)
 
+    # -- explanations -------------------------------------------------------------------
+
+    def explain(
+        self, req: RequestLike, key: RadixKey, num_tokens: SupportsIndex, hit: Hit, refused: SupportsIndex = 0
+    ) -> Explanation | None:
+        """Where each of the first `num_tokens` tokens of a request comes from, as it is admitted; None where
+        nothing is remembered (`CacheInitParams.explain_names`).
+
+        key: what was looked up of them. hit: what it has. refused: so many tokens behind the device's that the
+        host has were not loaded.
+        """
+        misses = self.cache.misses
+        if misses is None:
+            return None
+        withheld, waited_s = [], 0.0
+        if index(refused):
+            reason = self.cache.load_refusal or Reason.DAMAGED
+            withheld.append(Withheld(hit.device + index(refused), reason, "on the host"))
+        if self._prefetcher is not None:
+            found = self._prefetcher.pop_withheld(req.rid)
+            if found is not None:
+                end, reason, waited_s = found
+                withheld.append(Withheld(end * self.page_size, reason, "in storage", waited_s))
+        return misses.explain(req.rid, self._view(key), index(num_tokens), hit, withheld)
+
     # -- storage: while serving ---------------------------------------------------------
 
     @property
@@ -834,26 +925,38 @@ class PrefixCache:
 
     # -- sizes --------------------------------------------------------------------------
 
-    def evictable_size(self) -> int:
-        """Device tokens no request holds."""
-        return self.cache.evictable_pages() * self.page_size
+    def evictable_size(self) -> Any:
+        """Device tokens no request holds; with a kind beside full attention also its: a pair."""
+        return self._with_beside(self.full_evictable_size(), self.cache.evictable_pages)
 
-    def protected_size(self) -> int:
-        """Device tokens in the tree that a request or a transfer holds."""
-        return self.tree.resident_pages(DEVICE) * self.page_size - self.evictable_size()
+    def protected_size(self) -> Any:
+        """Device tokens in the tree that a request or a transfer holds; likewise."""
+        return self._with_beside(self.full_protected_size(), self._protected_pages)
 
     def total_size(self) -> Any:
         """Device tokens in the tree; with a kind beside full attention also its tokens or records: a pair."""
         num_tokens = self.tree.resident_pages(DEVICE) * self.page_size
+        return self._with_beside(num_tokens, self._resident_pages)
+
+    def _with_beside(self, num_tokens: int, count: Callable[[int], int]) -> Any:
+        """`num_tokens`, and beside it what `count` says of the further component, if there is one."""
         if self._beside is None:
             return num_tokens
-        return num_tokens, self.tree.resident_pages(DEVICE, BESIDE) * self._beside.unit
+        return num_tokens, count(BESIDE) * self._beside.unit
+
+    def _resident_pages(self, component: int) -> int:
+        return self.tree.resident_pages(DEVICE, component)
+
+    def _protected_pages(self, component: int) -> int:
+        return self._resident_pages(component) - self.cache.evictable_pages(component)
 
     def full_evictable_size(self) -> int:
-        return self.evictable_size()
+        """Device tokens of full attention that no request holds."""
+        return self.cache.evictable_pages() * self.page_size
 
     def full_protected_size(self) -> int:
-        return self.protected_size()
+        """Device tokens of full attention in the tree that a request or a transfer holds."""
+        return self.tree.resident_pages(DEVICE) * self.page_size - self.full_evictable_size()
 
     def swa_evictable_size(self) -> int:
         """Device tokens whose window data no request holds."""
@@ -877,6 +980,11 @@ class PrefixCache:
         """int64 [total tokens]: every device slot in the tree. O(tree); for leak hunts."""
         return slots_of(self.tree.all_pages(DEVICE), self.page_size, self.device)
 
+    def all_mamba_values_flatten(self) -> torch.Tensor:
+        """int64 [records]: every device record of state in the tree. O(tree)."""
+        records = self.tree.all_pages(DEVICE, BESIDE) if self.supports_mamba() else NO_PAGES
+        return slots_of(records, 1, self.device)
+
     # -- which kind it is ---------------------------------------------------------------
 
     def supports_swa(self) -> bool:
@@ -884,6 +992,9 @@ class PrefixCache:
 
     def supports_mamba(self) -> bool:
         return self._beside is not None and not self._beside.component.per_page
+
+    def supports_prefix_sharing(self) -> bool:
+        return not self.disable
 
     def is_chunk_cache(self) -> bool:
         return self.disable
@@ -899,11 +1010,15 @@ class PrefixCache:
 
     def available_and_evictable_str(self) -> str:
         """For an out-of-memory message: a line, or two with sliding windows."""
-        allocator, evictable = self.token_to_kv_pool_allocator, self.evictable_size()
+        allocator, evictable = self.token_to_kv_pool_allocator, self.full_evictable_size()
         if self._beside is None:
             return tokens_str(allocator, evictable)
         own = self.tree.evictable_pages(DEVICE, BESIDE) * self._beside.unit
         return self._beside.available_and_evictable_str(allocator, evictable, own)
+
+    def take_events(self) -> list[Any]:
+        """KV events since the last call, if `enable_kv_cache_events`: `hiradix.events` has their classes."""
+        return [] if self._events is None else self._events.take()
 
     def stats(self) -> CacheStats:
         """A snapshot for metrics. O(1)."""
@@ -937,6 +1052,16 @@ class PrefixCache:
         self.cache.close(float(timeout_s))
         if self._attached is not None:
             self._attached.close()
+
+    def shutdown(self) -> None:
+        """As `close`. What is in storage stays there."""
+        self.close()
+
+
+def _as_ours(key: Any) -> RadixKey:
+    """SGLang's key of any version, or what has its attributes."""
+    limit, salt = getattr(key, "limit", None), getattr(key, "cache_salt", None)
+    return RadixKey(key.token_ids, key.extra_key, bool(key.is_bigram), limit, salt)
 
 
 def _priority_of(req: Any) -> int:

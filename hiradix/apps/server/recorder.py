@@ -33,7 +33,7 @@ NAME_BYTES = 8
 MAX_BYTES = 256 << 20
 MAX_FILES = 1000
 COMPRESSED = (".xz", ".bz2", ".zip")
-"""What a recording cannot be: their compressors give no line away before many more have come."""
+"""Suffixes that a recording may not have: their compressors write no line before many more have come."""
 MAX_WAITING = 256
 """Requests that wait to be written; further ones are left out."""
 
@@ -101,6 +101,11 @@ class TraceRecorder:
             logger.warning("--record-trace %s: has a recording, this one is in %s", path, self._path)
         self._file = os.fdopen(descriptor, "wb")
         self._write({"hiradix_trace": 1, "block_tokens": BLOCK_TOKENS})
+
+    def describe(self, bytes_per_token: int) -> None:
+        """Say how many bytes of KV a token has, in a heading of its own: the engine is built after the file."""
+        with self._file_lock:
+            self._write({"hiradix_trace": 1, "bytes_per_token": bytes_per_token})
 
     def later(self, prompt_ids: Sequence[int], output_tokens: int, scope: Scope) -> None:
         """`record` on a thread of its own: nobody waits for the disk. If it hangs, requests are left out."""

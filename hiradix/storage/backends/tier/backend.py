@@ -17,8 +17,7 @@ from hiradix.storage.backends.tier.promotions import Promotions
 from hiradix.storage.batch import Batch
 from hiradix.storage.guard.breaker import Troubles
 from hiradix.storage.guard.calls import as_answered
-from hiradix.storage.guard.joining import StoragePart
-from hiradix.storage.guard.stores import WhenJoined
+from hiradix.storage.guard.stores import StoragePart, WhenJoined
 from hiradix.storage.kit.options import CHECKSUM, flag, read_keys
 from hiradix.storage.opening import open_storage
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_keys
@@ -88,9 +87,9 @@ class TierBackend(StorageBackend):
         missing = [index for index, good in enumerate(ok) if not good]
         if not missing:
             return ok
-        left = batch.pick(missing)
-        with self._promotions.promoting(left) as gone:
-            answers = self.lower.get(left, [into[i] for i in missing])
+        absent = batch.pick(missing)
+        with self._promotions.promoting(absent) as gone:
+            answers = self.lower.get(absent, [into[i] for i in missing])
             found = [index for index, good in zip(missing, answers) if good]
             for index in found:
                 ok[index] = True
