@@ -17,6 +17,7 @@ import hiradix
 from hiradix.apps.engine.api import EngineBusy, EngineStopped
 from hiradix.apps.server.admin import Admin, StorageView
 from hiradix.apps.server.auth import AuthMiddleware, KeyRing, Keys
+from hiradix.apps.server.logs import RequestIds
 from hiradix.apps.server.metrics import RequestMetrics
 from hiradix.apps.server.openai import OpenAI
 from hiradix.apps.server.schema import ApiError
@@ -157,6 +158,7 @@ def create_app(service: Service, settings: AppSettings) -> FastAPI:
         app.add_exception_handler(unavailable, _no_engine)
     app.state.key_ring = KeyRing(settings.keys)
     app.add_middleware(AuthMiddleware, ring=app.state.key_ring, pages=settings.pages)
+    app.add_middleware(RequestIds)
     if settings.pages.origins:
         app.add_middleware(
             CORSMiddleware,
