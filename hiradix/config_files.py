@@ -52,24 +52,24 @@ def read_small_file(path: str | Path) -> tuple[bytes, int]:
     than MAX_FILE_BYTES.
     """
     descriptor = os.open(os.path.expanduser(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    until, num_left = time.monotonic() + FILE_TIMEOUT_S, MAX_FILE_BYTES + 1
+    until, num_remaining = time.monotonic() + FILE_TIMEOUT_S, MAX_FILE_BYTES + 1
     parts: list[bytes] = []
     try:
         about = os.fstat(descriptor)
         waits = select.poll()
         waits.register(descriptor, select.POLLIN)
-        while num_left > 0:
-            left_s = until - time.monotonic()
-            if not stat.S_ISREG(about.st_mode) and (left_s <= 0 or not waits.poll(left_s * 1000)):
+        while num_remaining > 0:
+            remaining_s = until - time.monotonic()
+            if not stat.S_ISREG(about.st_mode) and (remaining_s <= 0 or not waits.poll(remaining_s * 1000)):
                 raise OSError(errno.ETIMEDOUT, f"was not written and closed within {FILE_TIMEOUT_S:g} s")
             try:
-                part = os.read(descriptor, num_left)
+                part = os.read(descriptor, num_remaining)
             except BlockingIOError:
                 continue
             if not part:
                 return b"".join(parts), stat.S_IMODE(about.st_mode)
             parts.append(part)
-            num_left -= len(part)
+            num_remaining -= len(part)
     finally:
         os.close(descriptor)
     raise OSError(errno.EFBIG, f"has more than {MAX_FILE_BYTES} bytes")

@@ -199,7 +199,7 @@ class DropInHost(Keys, HostPeer):
             prefetch,
         )
         params = CacheInitParams(False, None, self.allocator, page_size, eviction_policy=POLICY)
-        self.cache = HiRadixCache(params, host, _no_storage)
+        self.cache = HiRadixCache(params, host=host, storage_factory=_no_storage)
 
     def touch_pools(self) -> None:
         touch(self.allocator.pages)

@@ -33,8 +33,8 @@ from worker import trace
 
 from hiradix.adapters.sglang.cache_factory import own_params
 from hiradix.adapters.sglang.engine_views import ControllerView
-from hiradix.adapters.sglang.pools import device_pool
 from hiradix.config import HiCacheConfig
+from hiradix.memory.engine_pools import device_pool
 from hiradix.prefix_cache import HiRadixCache, ModelIdentity, build_prefix_cache
 from tests.sglang.rig import Request
 

@@ -24,8 +24,13 @@ from typing import Final
 import numpy as np
 
 from hiradix.cache.agreement import AHEAD, Agree, Agreement, least
+from hiradix.cache.departed import Departed
 from hiradix.cache.in_flight import InFlightJobs
+from hiradix.cache.intents.planner import LocalPlanner
+from hiradix.cache.intents.removals import Removals
+from hiradix.cache.intents.table import Intents
 from hiradix.cache.load_back import LoadBack
+from hiradix.cache.misses import Misses
 from hiradix.cache.pages import (
     BACKBONE,
     CacheCounters,
@@ -39,6 +44,8 @@ from hiradix.cache.pages import (
 from hiradix.cache.prefetch import Prefetcher
 from hiradix.cache.write_through import WriteThrough
 from hiradix.errors import CacheError, Misuse, StorageError
+from hiradix.explain import Reason
+from hiradix.intents.limits import IntentLimits
 from hiradix.policy.learning import LearningPolicy, learner_of
 from hiradix.policy.no_regret import NoRegret
 from hiradix.policy.prefetch_policy import PrefetchPolicy
@@ -55,7 +62,7 @@ COPY_WAIT_S: Final = 5.0  # longest the scheduler waits for device copies that f
 
 @dataclass(frozen=True)
 class HostTier:
-    """What the cache needs below the device tier; without it the cache is device-only."""
+    """The parts below the device tier; without them the cache is device-only."""
 
     pages: Sources  # host pages of each of the tree's components, or of its only one
     controller: HiCacheController
@@ -78,6 +85,7 @@ class HierarchicalCache:
         host: HostTier | None = None,
         clock: Callable[[], float] | None = None,
         agree: Agree | None = None,
+        intents: IntentLimits | None = None,
     ):
         if clock is None:
             clock = host.controller.runtime.clock if host is not None else time.monotonic
@@ -93,8 +101,15 @@ class HierarchicalCache:
         self.prefetcher: Prefetcher | None = None
         self._ranks: Agreement | None = None
         self.no_regret = NoRegret(False)
+        self.misses: Misses | None = None
+        self._removals = Removals(tree)
         if host is not None:
             self._build_lower_tiers(host, agree)
+        planner = LocalPlanner(
+            self.supply, self.in_flight, self._removals, self._clock, self.controller, self.write_through,
+            self._load_back, self.prefetcher,
+        )  # fmt: skip
+        self.intents = Intents(planner, intents, self._other_stores)
 
     def _build_lower_tiers(self, host: HostTier, agree: Agree | None) -> None:
         share: Share = lambda source: source  # noqa: E731
@@ -115,6 +130,17 @@ class HierarchicalCache:
         )  # fmt: skip
         self._apply(True)
 
+    def remember_departures(self, policy: str, num_names: int) -> None:
+        """Explain misses from here on (see `misses`): remember what leaves, `num_names` pages of it at most.
+        Before anything is in the tree. policy: the eviction policy's name."""
+        self.supply.departed = departed = Departed(self.tree, self._clock, num_names)
+        self.misses = Misses(self.tree, departed, policy)
+
+    @property
+    def load_refusal(self) -> Reason | None:
+        """Why the last `load_back` that was asked for was not made; None if it was."""
+        return None if self._load_back is None else self._load_back.refusal
+
     # -- one request's life -------------------------------------------------------------
 
     def tick(self) -> None:
@@ -122,10 +148,12 @@ class HierarchicalCache:
         if self.controller is not None:
             self._apply(True)
             if self.prefetcher is not None:
-                self.prefetcher.next_round()
+                self.prefetcher.room.next_round()
+        self.intents.tick()
 
     def _apply(self, ok: bool) -> bool:
-        """Apply what all ranks have; whether all of them are `ok`. One exchange where there are ranks."""
+        """Apply the results that all ranks have. Returns whether all ranks are `ok`. With several ranks, one
+        exchange."""
         if self.controller is None or self._load_back is None:
             raise Misuse("no host tier")
         results = self.controller.poll()
@@ -135,11 +163,11 @@ class HierarchicalCache:
             self.in_flight.apply(result)
         self._load_back.drop_failed()
         if self.prefetcher is not None:
-            self.prefetcher.balance()
+            self.prefetcher.room.balance()
         return ok
 
     def settle(self, ok: bool = True) -> bool:
-        """Apply all results that every rank has; whether `ok` holds on every rank (with one rank: itself)."""
+        """As `_apply`, until all common results are applied. Returns whether all ranks are `ok`."""
         if self.controller is None:
             return ok
         ok = self._apply(ok)
@@ -148,7 +176,7 @@ class HierarchicalCache:
         return ok
 
     def _state(self) -> tuple[int, ...]:
-        """What is the same on all ranks, or they have diverged. O(components)."""
+        """Counts that must be equal on all ranks; if they differ, the ranks have diverged. O(components)."""
         tree, supply = self.tree, self.supply
         counts = [
             count(tier, component)
@@ -161,14 +189,18 @@ class HierarchicalCache:
         return *counts, *free, len(self.in_flight), *prefetches
 
     def match(self, key: RadixKey) -> Match:
-        """Deepest boundaries of `key` usable on the device as it is, and after a load back."""
-        match = self.tree.match(key)
+        """The deepest boundaries of `key`: usable on the device as it is, and after a load back."""
+        return self._usable(self.tree.match(key))
+
+    def _usable(self, match: Match) -> Match:
+        """`match`, cut above what is being forgotten, and above any failed load."""
+        if self._removals:
+            match = self._removals.usable(match)
         return match if self._load_back is None else self._load_back.usable(match)
 
     def match_again(self, node: Node) -> Match:
-        """As `match`, of the path to `node`, which one gave earlier: what was evicted since is left out."""
-        match = self.tree.boundaries(node)
-        return match if self._load_back is None else self._load_back.usable(match)
+        """The same for the path to `node`, which an earlier match returned: without pages evicted since."""
+        return self._usable(self.tree.boundaries(node))
 
     def load_back(self, match: Match, quota_pages: int | None = None) -> int | None:
         """Bring `match.loadable_node` to the device: pages queued, or None if it cannot be."""
@@ -188,13 +220,14 @@ class HierarchicalCache:
         others: Sequence[Pages] = (),
         ended: Finished | None = None,
     ) -> Lock:
-        """Give `pages`, the last pages of `key`, to the device tier; what the tree has already is freed.
+        """Give `pages`, the last pages of `key`, to the device tier. Duplicates are freed.
 
-        others: likewise of each further component, each as far back as there are pages without a gap.
-        at: the lock the request holds on a prefix of `key`; the walk continues there. The returned lock
-        covers the whole key and is the caller's; `at` stays the caller's too. It covers only what `at`
-        does, and `pages` stay the caller's too, where the way leads over pages of a failed load.
-        ended: of the request's last insert, what the eviction policy may learn from it.
+        others: the same for each further component, each as far back as there are pages without a gap.
+        at: the lock that the request holds on a prefix of `key`; the walk starts there. It stays the caller's.
+        ended: with the request's last insert, the facts that a learning eviction policy gets.
+
+        Returns a lock on the whole key, which is the caller's to give back. Where the path contains pages of a
+        failed load, nothing is inserted: the lock covers what `at` covers, and `pages` stay the caller's.
         """
         if self.is_blocked(key):
             return self.tree.lock(at.node if at is not None else self.tree.root, DEVICE)
@@ -203,26 +236,49 @@ class HierarchicalCache:
         return lock
 
     def finished(self, key: RadixKey, node: Node, ended: Finished) -> None:
-        """A request that still locks `node`, where the path of `key` ends, has ended. Once per request: what
-        it has inserted may have waited for this."""
+        """A request has ended that still locks `node`, the end of `key`. Call it once per request: copies to the
+        host may wait until the policy has heard of its end."""
         if self.learner is not None:
             self.learner.finished(self.tree, node, key, ended)
+        if ended.session:
+            self.intents.name_session(ended.session, node)
         self.inserted(node)
 
     def is_blocked(self, key: RadixKey) -> bool:
-        """Whether nothing may be inserted at `key`: a failed load is still locked on its way."""
+        """Whether `key` may not be inserted: it is being forgotten, or pages of a failed load on its path are
+        still locked."""
+        if self.is_forgetting(key):
+            return True
         return self._load_back is not None and self._load_back.blocks(key)
 
+    @property
+    def num_forgotten(self) -> int:
+        """How many wishes to forget something have been applied since start."""
+        return self._removals.number
+
+    def was_forgotten_since(self, key: RadixKey, number: int) -> bool:
+        """Whether pages of `key` are being forgotten, or were, by a wish behind the first `number`."""
+        return self._removals.cover_since(key, number)
+
+    def is_forgetting(self, key: RadixKey) -> bool:
+        """Whether pages of `key` are being forgotten."""
+        return bool(self._removals) and self._removals.cover(key)
+
     def inserted(self, node: Node) -> None:
-        """Copy down what is due on the path of `node`, which was just inserted or found, as policies say."""
+        """Write through what is due on the path of `node`, which was just inserted or used again."""
         if self.write_through is not None:
             self.write_through.on_insert(node)
 
     def count_use(self, node: Node, priority: int = 0) -> None:
-        """One more request runs on the path to `node`; once per request. Inserts count only what they add."""
+        """Count one more request on the path to `node`; once per request. An insert counts new nodes itself."""
         self.tree.hit(node, priority)
+        self.intents.count_use(node)
         if self.write_through is not None:
             self.write_through.storage_backup.offer_again(node)
+
+    def evictable_pages(self, component: int = BACKBONE) -> int:
+        """Device pages that no request holds: what leases keep gives way where nothing else can go."""
+        return self.tree.evictable_pages(DEVICE, component) + self.intents.yieldable(component)
 
     def make_room(self, num_pages: int, component: int = BACKBONE) -> int:
         """Evict until the device pool has `num_pages` free, or nothing more can go. Returns pages freed."""
@@ -232,22 +288,29 @@ class HierarchicalCache:
         return self.evict(short, component)
 
     def evict(self, num_pages: int, component: int = BACKBONE) -> int:
-        """Evict `num_pages` from the device, copying first under write-back. Returns pages freed.
-
-        When everything evictable is gone and running copies still hold pages, waits for those.
+        """Evict `num_pages` from the device; under write-back they are copied to the host first. Returns how
+        many were freed. Waits up to COPY_WAIT_S for copies in flight if what they lock is needed too.
         """
         dropped = self.supply.num_dropped
         before, target = dropped[component], dropped[component] + num_pages
         if self._load_back is not None:
             self._load_back.drop_failed()
+        self.intents.expire()
         self._write_back(target - dropped[component], component)
         self.supply.evict(DEVICE, target - dropped[component], component)
         if dropped[component] < target and self.wait_for_copies(COPY_WAIT_S):
             self.supply.evict(DEVICE, target - dropped[component], component)
+        while self._can_give_way(target - dropped[component], component):
+            self._write_back(target - dropped[component], component)
+            self.supply.evict(DEVICE, target - dropped[component], component)
         return dropped[component] - before
 
+    def _can_give_way(self, num_pages: int, component: int) -> bool:
+        """Whether a lease has ended for room that is needed, and that leases can give."""
+        return 0 < num_pages <= self.intents.yieldable(component) and self.intents.give_way()
+
     def _write_back(self, num_pages: int, component: int) -> int:
-        """Under write-back, move the coldest `num_pages` to the host, as far as that can be done."""
+        """Under write-back, copy the coldest `num_pages` to the host and drop them here, as far as possible."""
         if (
             self.controller is None
             or self.write_through is None
@@ -268,7 +331,7 @@ class HierarchicalCache:
         return freed
 
     def _all_ended(self, copies: list[Ticket]) -> bool:
-        """Wait for copies; True if the next `settle` applies all of them at once."""
+        """Wait for these copies. Returns whether the next `settle` applies all of them at once."""
         assert self.controller is not None
         ended = self.controller.wait(copies, COPY_WAIT_S)
         if self._ranks is None:
@@ -288,6 +351,10 @@ class HierarchicalCache:
         self.controller.wait(tickets, timeout_s)
         self.settle()
         return True
+
+    def _other_stores(self) -> tuple[str, ...]:
+        """Stores that are open beside the cache's own."""
+        return () if self.controller is None else self.controller.other_stores
 
     # -- lifecycle ----------------------------------------------------------------------
 
@@ -337,6 +404,8 @@ class HierarchicalCache:
             self.controller.reset(min(timeout_s, STORAGE_STOP_S))
             self.settle()
         self.in_flight.orphan_all()
+        if self.supply.departed is not None:
+            self.supply.departed.leaving_all(Reason.FLUSHED)
         for drop in self.tree.clear():
             if drop.tier is HOST:
                 kept = self.in_flight.owned(drop.component)
@@ -346,17 +415,18 @@ class HierarchicalCache:
         for part in (self.write_through, self._load_back, self.prefetcher):
             if part is not None:
                 part.clear()
+        self.intents.reset()
 
     def drain(self, timeout_s: float) -> bool:
         """Wait for everything in flight and apply it; False if the deadline passed first."""
         self.settle()
         deadline = self._clock() + timeout_s
         while len(self.in_flight) and self.controller is not None:
-            left = deadline - self._clock()
-            if left < CLOCK_STEP_S:
+            remaining_s = deadline - self._clock()
+            if remaining_s < CLOCK_STEP_S:
                 return False
             self.start_loading()
-            self.controller.wait(self.in_flight.tickets(), min(left, COPY_WAIT_S))
+            self.controller.wait(self.in_flight.tickets(), min(remaining_s, COPY_WAIT_S))
             self.settle()
         return True
 
@@ -372,8 +442,9 @@ class HierarchicalCache:
     def check(self) -> None:
         """Tree invariants, and each host page in exactly one place. O(tree); for tests and idle time."""
         self.tree.check()
+        self.intents.check()
         if self.prefetcher is not None:
-            self.prefetcher.check()
+            self.prefetcher.room.check()
         for component, pool in enumerate(self.supply.host_pools):
             owned = self.in_flight.owned(component)
             resident = self.tree.all_pages(HOST, component)

@@ -1,17 +1,18 @@
-"""Storage to host, while a request waits in the queue.
+"""Prefetch: storage to host, while a request waits in the queue.
 
-    query (worker hashes and asks the backend; it holds nothing) -> room for what is there, nearest to its turn
-    first (see `waiting`) -> reads (see `reads`), adopted into the tree as they arrive -> held on the host until
-    the request runs or ends
+    query     a worker hashes the tokens and asks the backend; no page is held meanwhile
+    room      host pages for the hit, the request nearest to its turn first (`reserved_room`)
+    reads     batches, adopted into the tree as they arrive (`reads`, `boundaries`)
+    held      the pages are locked on the host until the request runs or ends
 
-The request is told when to go on by the prefetch policy; what arrives after that still enters the tree. Who
-has no room yet is given it later by itself, and so is who had to let go of what was fetched for it. Host
-pages are allocated only when the hit length is known. Every path ends in `_finish`.
+The prefetch policy decides how long the request waits; pages that arrive later still enter the tree. A request
+that got no room, or had to let go of its pages for one nearer to its turn, is given room later without asking.
+Every path ends in `_finish`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Final
 
 import numpy as np
@@ -22,25 +23,24 @@ from hiradix.cache.in_flight import InFlightJob, InFlightJobs
 from hiradix.cache.pages import BACKBONE, PageSupply
 from hiradix.cache.prefetch_state import Arrivals, Prefetch, PrefetchPhase, StorageHit
 from hiradix.cache.reads import Reads
-from hiradix.cache.waiting import Calls, HeldPages, Sharing, WaitingOrder, Wish, fit, on_device_only
+from hiradix.cache.reserved_room import ReservedRoom, Wish, on_device_only
+from hiradix.cache.waiting import WaitingOrder
 from hiradix.errors import Misuse
+from hiradix.explain import Reason
 from hiradix.policy.no_regret import GatedTransfer, NoRegret
 from hiradix.policy.prefetch_policy import PrefetchPolicy
 from hiradix.transfer import JobKind, Result, StorageExecutor
-from hiradix.tree import HOST, Lock, Node, RadixKey, RadixTree
+from hiradix.tree import Node, RadixKey, RadixTree
 
-MAX_QUERIES: Final = 4  # of one request, where what was on the host when it was asked for has gone since
-
-MAX_ROOMS: Final = 4  # of one request, which lets go of them: at the last, what it waits is not counted anew
-
-MAX_ROUNDS: Final = 3  # of sharing out room at once: who joined a prefetch that has ended may have some
+MAX_QUERIES: Final = 4  # of one request: storage is asked again when pages it had on the host were evicted
 
 
 class StorageQuery(InFlightJob):
-    """What storage has of a prefetch is being asked: `asked` pages behind its anchor.
+    """A lookup in flight: how many of `asked` pages behind the anchor storage has.
 
-    start: the first of those. first_hashed: the page whose hash is the first of those that come back, prior:
-    the hash in front of that one. known: so many of the pages were not asked for in the backbone.
+    start: the first of these pages. first_hashed: the page that the first hash of the result belongs to. prior:
+    the hash of the page before it. known: leading pages whose backbone a tier has, so that storage is not asked
+    for it.
     """
 
     __slots__ = ("asked", "first_hashed", "known", "p", "prefetcher", "prior", "start")
@@ -60,12 +60,16 @@ class StorageQuery(InFlightJob):
 
 
 class Prefetcher:
-    """All prefetches under way, and the host room of requests that wait, by request handle.
+    """All prefetches under way, by request handle.
 
-    What is decided here follows from requests, agreed results and the common clock, so ranks decide alike.
-    on_entered(handle, first, node): the pages of `handle` from page `first` to the end of `node` were read for
-    it and are on the host.
-    num_adopted: how often storage has found that what others stored is of these weights, agreed as well.
+    Decisions follow from requests, agreed results and the agreed clock alone, so that all ranks decide alike.
+    on_entered(handle, first, node): called when pages read for `handle`, from page `first` to the end of `node`,
+        are on the host.
+    num_adopted: an agreed count of how often storage has adopted pages of others as of these weights.
+    room: the host pages of waiting requests.
+
+    _waiting: prefetches whose request waits, in the order in which they will run. _running: those not DONE, with
+    or without a request. _loaded: (first page, pages) brought for a request, until it asks for the number.
     """
 
     def __init__(
@@ -81,7 +85,6 @@ class Prefetcher:
         num_adopted: Callable[[], float] = lambda: 0.0,
     ):
         self.policy = policy
-        self.num_short = 0  # requests whose pages were found and that have no room for them, as of `balance`
         self._tree: RadixTree = supply.tree
         self._supply = supply
         self._executor = executor
@@ -90,11 +93,12 @@ class Prefetcher:
         self._num_adopted = num_adopted
         self.reads = self._make_reads(Arrivals(supply, on_entered), no_regret, agree)
         self._waiting = WaitingOrder()
-        self._running: list[Prefetch] = []  # not DONE; outlives the handle of an aborted request
-        self._loaded: dict[Hashable, tuple[int, int]] = {}  # first page, pages
-        self._is_stale = False  # something has happened that may let somebody have room
-        self._lacking: Prefetch | None = None  # may have room, and the host has not the pages for it
-        self.num_held = 0  # pages of the backbone that are held for those who wait, or read, as of `balance`
+        self._running: list[Prefetch] = []
+        self._loaded: dict[Hashable, tuple[int, int]] = {}
+        self._withheld: dict[Hashable, tuple[int, Reason, float]] = {}
+        self.room = ReservedRoom(
+            supply, self._waiting, self._running, lambda: self.caps, self._want, self._begin
+        )
 
     def _make_reads(
         self, arrivals: Arrivals, no_regret: NoRegret, agree: Agree | None
@@ -111,6 +115,15 @@ class Prefetcher:
     def __len__(self) -> int:
         return len(self._running)
 
+    @property
+    def caps(self) -> list[int]:
+        """The most pages per component that may be held for waiting requests."""
+        return [self.policy.limits.capacity_pages(pool.num_pages) for pool in self._supply.host_pools]
+
+    def state(self) -> tuple[int, ...]:
+        """Counts that are equal on all ranks: prefetches under way, waiting requests, those without room."""
+        return len(self._running), len(self._waiting), self.room.num_short
+
     def clear(self) -> None:
         """Forget everything (after a reset; the jobs in flight are orphans now)."""
         for p in (*self._running, *self._waiting):
@@ -118,27 +131,32 @@ class Prefetcher:
         self._waiting.clear()
         self._running.clear()
         self._loaded.clear()
-        self._lacking = None
-        self.num_short = self.num_held = 0
+        self._withheld.clear()
+        self.room.clear()
 
     # -- the request's side -------------------------------------------------------------
 
     def start(self, handle: Hashable, key: RadixKey, node: Node) -> bool:
-        """A request waits: storage is asked for what follows `node` (the deepest loadable node of `key`), and
-        what the host has of it is held when there is room. False: storage is not asked."""
+        """A request waits: ask storage for the pages behind `node`, the deepest loadable node of `key`, and hold
+        its host pages once there is room. False: storage is not asked."""
         self.abort(handle)
         if not self._executor.storage_attached:
             return False
-        asked = self._worth(key, node)
+        asked, withheld = self._worth(key, node), None
         limit_s = self.policy.wait_limit_s(asked)
-        if asked and limit_s and not self.reads.no_regret.asks(asked):
-            asked = 0
+        num_pages = key.num_pages(self._tree.page_size)
+        if not asked and num_pages > node.end:
+            withheld = (num_pages, Reason.BELOW_THRESHOLD)
+        elif asked and limit_s and not self.reads.no_regret.asks(asked):
+            asked, withheld = 0, (num_pages, Reason.PREDICTED_SLOWER)
         if not asked and not node.end:
+            if withheld is not None:
+                self._withheld[handle] = (*withheld, 0.0)
             return False
         p = Prefetch(handle, key, asked, node.end, self._clock(), limit_s, node, had_end=node.end)
-        p.num_adopted = self._num_adopted()
+        p.num_adopted, p.withheld = self._num_adopted(), withheld
         self._waiting.add(p)
-        self._is_stale = True
+        self.room.is_stale = True
         if not asked:
             p.phase, p.wants_hold = PrefetchPhase.DONE, True
             return False
@@ -148,21 +166,21 @@ class Prefetcher:
         return True
 
     def _worth(self, key: RadixKey, node: Node) -> int:
-        """How many pages of `key` behind `node` storage is asked for; 0: it is not worth it."""
+        """How many pages of `key` behind `node` to ask storage for; 0: not worth a lookup."""
         asked = key.num_pages(self._tree.page_size) - node.end
         if asked <= 0 or not self.policy.worth_asking(asked):
             return 0
-        asked = min(asked, self.reads.most(key, node) + self.num_held)
+        asked = min(asked, self.reads.most(key, node) + self.room.num_held)
         return asked if self.policy.worth_asking(asked) else 0
 
     def in_order(self, handles: Sequence[Hashable]) -> None:
-        """The order in which requests that wait will run, next first; those not named are behind. Until this
-        is called, it is the order in which `progress` asks for them, else that of their arrival."""
+        """Set the order in which waiting requests will run, next first; those not named stand behind. Until the
+        first call it is the order in which `progress` asks for them, else that of arrival."""
         if self._waiting.set_order(handles):
-            self._is_stale = True
+            self.room.is_stale = True
 
     def progress(self, handle: Hashable) -> bool:
-        """True when the request should go on to be scheduled, with whatever is in the tree by now."""
+        """Whether the request may be scheduled, with whatever is in the tree by now."""
         p = self._waiting.get(handle)
         if p is None:
             return True
@@ -174,21 +192,22 @@ class Prefetcher:
             return True
         if not self._is_over_time(p) and self._takes_what_there_is(p):
             return False
+        p.withheld = self._late(p)
         self._report(p)
         self._go_on(p)
         return True
 
     def is_done(self, handle: Hashable) -> bool:
-        """Whether nothing more will arrive for `handle`: then `progress` will say so, too."""
+        """Whether no more pages will arrive for `handle`; `progress` is True then. Changes nothing."""
         p = self._waiting.get(handle)
         return p is None or p.goes_on or p.phase is PrefetchPhase.DONE
 
     def fetching_pages(self, handle: Hashable) -> int:
-        """Pages that storage has for it, as far as it has said so, and which are not on the host yet."""
+        """Pages of the request's hit in storage that are not on the host yet; 0 until storage has answered."""
         p = self._waiting.get(handle)
         if p is None or p.goes_on:
             return 0
-        p = _waits_with(p)
+        p = p.waits_with
         if p.phase is PrefetchPhase.READ:
             return p.coming_pages
         if p.phase is PrefetchPhase.FOUND and p.hit is not None:
@@ -196,37 +215,43 @@ class Prefetcher:
         return 0
 
     def pop_loaded_pages(self, handle: Hashable) -> int:
-        """Pages that `handle`'s prefetch brought to the host. Reading resets it."""
+        """How many pages the prefetch brought to the host; resets the number."""
         return self.pop_loaded_span(handle)[1]
 
     def pop_loaded_span(self, handle: Hashable) -> tuple[int, int]:
-        """Where those pages begin in the request's prompt, and how many they are. Reading resets it.
-
-        What others had put into the tree in the meantime lies before them.
-        """
+        """(first page in the prompt, pages) that the prefetch brought; resets both. Pages that other requests
+        put into the tree in the meantime lie before the first."""
         p = self._waiting.get(handle)
         if p is not None and self.is_done(handle):
             self._report(p)
         return self._loaded.pop(handle, (0, 0))
 
+    def pop_withheld(self, handle: Hashable) -> tuple[int, Reason, float] | None:
+        """Up to which page storage has `handle`'s prompt, or may have it, why it did not bring that, and how
+        long the request waited. None: all that storage has came. Reading resets it."""
+        p = self._waiting.get(handle)
+        if p is not None and self.is_done(handle):
+            self._report(p)
+        return self._withheld.pop(handle, None)
+
     def stop(self, handle: Hashable) -> None:
-        """`handle` waits no more: nothing is held or fetched for it. What arrives later still enters the
-        tree."""
+        """The request waits no more: hold and fetch nothing for it. Pages in flight still enter the tree."""
         p = self._waiting.get(handle)
         if p is None:
             return
         self._report(p)
         self._waiting.remove(p)
-        self._is_stale = True
+        self.room.is_stale = True
         if p.phase is PrefetchPhase.DONE:
-            self._unlock(p)
+            self.room.release(p)
         else:
             self._go_on(p)
 
     def abort(self, handle: Hashable) -> None:
-        """Stop for a request that runs or has ended. Its pages come back when the running read does."""
+        """`stop` for a request that runs or has ended, and forget the number of pages brought for it."""
         self.stop(handle)
         self._loaded.pop(handle, None)
+        self._withheld.pop(handle, None)
 
     def stop_all(self) -> None:
         """Stop every prefetch (before a detach)."""
@@ -234,22 +259,31 @@ class Prefetcher:
             self.stop(handle)
 
     def disown(self) -> None:
-        """Stop every prefetch, and let nothing of theirs enter the tree any more: as after a reset that
-        could not clear it, since it is in use."""
+        """Stop every prefetch and let none of their pages enter the tree: for a reset of a tree that is in
+        use."""
         self.stop_all()
         for p in self._running:
             p.end_page = -1
 
+    def forget(self, covers: Callable[[RadixKey], bool]) -> None:
+        """Stop every prefetch of a key of which `covers` says so, and let nothing of it enter the tree."""
+        for p in [*self._waiting, *self._running]:
+            if covers(p.key):
+                self.stop(p.handle)
+                p.end_page = -1
+
     def _report(self, p: Prefetch) -> None:
-        """Its request hears that it may run, or waits no more: what was brought for it is reported once."""
+        """Note, once, how many pages were brought: its request may run, or waits no more."""
         if not p.is_reported:
             p.is_reported = True
             if p.loaded_pages:
                 self._loaded[p.handle] = p.loaded_end - p.loaded_pages, p.loaded_pages
+            if p.withheld is not None:
+                self._withheld[p.handle] = (*p.withheld, self._clock() - p.started_s)
 
     def _look_again(self, p: Prefetch) -> None:
-        """The engine asks for one that has ended: what the host had of it may have gone, where it is not held,
-        and storage may serve by now what it had to leave unserved before it was compared."""
+        """Ask storage again for a prefetch that has ended, if its unheld host pages were evicted, or if storage
+        has adopted pages since that it did not serve before."""
         is_served = p.phase is PrefetchPhase.DONE and self._num_adopted() > p.num_adopted
         if not (is_served or p.wants_hold):
             return
@@ -260,13 +294,21 @@ class Prefetcher:
                 p.is_reported = False
 
     def _has_all(self, p: Prefetch) -> bool:
-        """Whether what storage has of `p`, which waits for room to read it, is on the host after all."""
+        """Whether all pages of a hit that waits for room are on the host by now."""
         if p.phase is not PrefetchPhase.FOUND or p.hit is None:
             return False
         return self._tree.match(p.key).loadable_node.end >= p.hit.end
 
+    def _late(self, p: Prefetch) -> tuple[int, Reason]:
+        """What the request of `p` goes on without: up to which page, and why it has not come."""
+        waits_with = p.waits_with
+        if waits_with.phase is PrefetchPhase.FOUND and waits_with.hit is not None:
+            return waits_with.hit.end, Reason.NO_ROOM
+        end = p.start_page + p.asked_pages
+        return (end if p.hit is None else p.hit.end), Reason.DEADLINE
+
     def _is_over_time(self, p: Prefetch) -> bool:
-        """Whether the request of `p` goes on without what has not come."""
+        """Whether the request has waited as long as it may, for its pages or for room."""
         began_s, waits_with = p.started_s, p
         while waits_with.phase is PrefetchPhase.JOINED and waits_with.primary is not None:
             waits_with = waits_with.primary
@@ -280,27 +322,28 @@ class Prefetcher:
         return self._clock() - p.room_since_s >= p.room_limit_s
 
     def _takes_what_there_is(self, p: Prefetch) -> bool:
-        """Where the host has not the pages for `p`, which could run, read as much as it has pages for: those
-        that are being written, or that others use, are not waited for. False: `p` has nothing to wait for."""
-        other = _waits_with(p)
-        if other is not self._lacking or other.phase is not PrefetchPhase.FOUND:
+        """The request could run, there is room for it, but not enough host pages are free or evictable: read as
+        many as there are, and do not wait for pages that are being written. False: it has nothing to wait
+        for."""
+        other = p.waits_with
+        if other is not self.room.lacking or other.phase is not PrefetchPhase.FOUND:
             return True
-        self._lacking, self._is_stale = None, True
+        self.room.lacking, self.room.is_stale = None, True
         wish = self._want(other)
         return (wish is None or self._begin(other, wish, is_part=True)) and p.phase is not PrefetchPhase.DONE
 
     def _go_on(self, p: Prefetch) -> None:
-        """The request of `p` waits no more for what has not come: it has ended, or has had its time."""
+        """The request stops waiting, as it has ended or has had its time. Counts the pages that did not come."""
         if self._waiting.has(p):
-            p.goes_on = p.is_late = True
+            p.goes_on = p.timed_out = True
             reason = "host_capacity" if p.phase is PrefetchPhase.FOUND else "deadline"
             found = 0 if p.hit is None else len(p.hit.hashes)
             self._supply.counters.miss(reason, found if p.phase is PrefetchPhase.FOUND else p.unread_pages)
-        p.is_wanted, self._is_stale = False, True
+        p.is_wanted, self.room.is_stale = False, True
         self._drop_unwanted(p)
 
     def _drop_unwanted(self, p: Prefetch) -> None:
-        """End `p` if nobody waits for it any more, and then what it has joined, likewise."""
+        """Cancel `p` if no request waits for it any more, then the prefetch that it joined, likewise."""
         if p.stopped or p.phase is PrefetchPhase.DONE or self._is_wanted(p):
             return
         p.stopped, primary = True, p.primary
@@ -315,88 +358,11 @@ class Prefetcher:
         """Whether a request waits for `p`, its own or one that joined it."""
         return p.is_wanted or any(q.primary is p for q in self._running)
 
-    def _unlock(self, p: Prefetch) -> None:
-        """Nothing is held for `p` any more."""
-        p.wants_hold = False
-        locks = p.lock, p.beside
-        p.lock = p.beside = None
-        for lock in locks:
-            if lock is not None:
-                self._tree.unlock(lock)
-
-    # -- host room ----------------------------------------------------------------------
-
-    @property
-    def caps(self) -> list[int]:
-        """Pages of each component that are held for those who wait, at most."""
-        return [self.policy.limits.capacity_pages(pool.num_pages) for pool in self._supply.host_pools]
-
-    def reserved_pages(self) -> list[int]:
-        """Pages of each component that are held for those who wait, or being read for them. One whose pages
-        exceed the cap has all of it, alone. O(held nodes)."""
-        held = HeldPages(self._tree, self._holders())
-        return [min(count, cap) for count, cap in zip(held.pages, self.caps, strict=True)]
-
-    def _holders(self) -> Iterator[Prefetch]:
-        """All that have room, among them those that read on for no request of their own."""
-        for p in self._waiting:
-            if p.has_room:
-                yield p
-        for p in self._running:
-            if p.has_room and not self._waiting.has(p):
-                yield p
-
-    def state(self) -> tuple[int, ...]:
-        """What is the same on all ranks: prefetches under way, requests that wait, those without room."""
-        return len(self._running), len(self._waiting), self.num_short
-
-    def next_round(self) -> None:
-        """The engine asks anew, from the next to run on, which of those who wait may run."""
-        if self._waiting.next_round() or self._lacking is not None:
-            self._is_stale = True
-        self.balance()
-
-    @property
-    def is_due(self) -> bool:
-        """Whether `next_round` may change something although nothing was asked for or has come since the last
-        one. Deadlines are looked at by `progress` alone."""
-        return self._is_stale or self._lacking is not None
-
-    def balance(self) -> None:
-        """Give room to those who wait for it, the nearest to its turn first. Next to nothing where nothing has
-        happened since the last call."""
-        if not self._is_stale:
-            return
-        for _ in range(MAX_ROUNDS):
-            self._is_stale, self._lacking = False, None
-            candidates = self._candidates()
-            if not any(p.phase is PrefetchPhase.FOUND or p.wants_hold for p in candidates):
-                break
-            calls = Calls(self._want, self._begin, self._let_go)
-            Sharing(self._tree, self.caps, list(self._holders()), calls).share_out(candidates)
-            if not self._is_stale:
-                break
-        self.num_short, self.num_held = 0, self.reserved_pages()[BACKBONE]
-        for p in self._running:
-            if p.phase is PrefetchPhase.FOUND:
-                self.num_short += 1
-                p.has_waited = True
-
-    def _candidates(self) -> list[Prefetch]:
-        """Those who have room or may get it, nearest first. In the place of one that joined another, which
-        waits for room itself, stands that other."""
-        found: dict[Prefetch, None] = {}
-        for p in self._waiting:
-            other = _waits_with(p)
-            if other is not p and other.phase is PrefetchPhase.FOUND:
-                found[other] = None
-            elif p.phase is not PrefetchPhase.DONE or p.lock is not None or p.wants_hold:
-                found[p] = None
-        return list(found)
+    # -- room for what storage has ----------------------------------------------------------
 
     def _want(self, p: Prefetch) -> Wish | None:
-        """What room `p` needs now, which has none; None if none: it asks storage again, or has joined another,
-        or the host has nothing of it."""
+        """The room that `p`, which has none, needs now. None: none, as it asks storage again, joins another
+        prefetch, or has nothing on the host."""
         node = self._tree.match(p.key).loadable_node
         if p.phase is PrefetchPhase.FOUND and p.hit is not None:
             hit = p.hit
@@ -417,13 +383,13 @@ class Prefetcher:
         return Wish(node, node, [0] * len(self._tree.components))
 
     def _query_again(self, p: Prefetch, node: Node) -> bool:
-        """Storage is asked for what the host has not of `p`, if that is worth it."""
+        """Ask storage again for the pages of `p` that the host lacks; False if that is not worth it."""
         asked = 0 if p.goes_on or p.num_queries >= MAX_QUERIES else self._worth(p.key, node)
         if not asked or not self._executor.storage_attached:
             return False
         if p.phase is PrefetchPhase.DONE:
             self._running.append(p)
-            self._unlock(p)
+            self.room.release(p)
         p.asked_pages, p.start_page, p.anchor, p.hit = asked, node.end, node, None
         p.wants_hold, p.started_s = False, self._clock()
         p.begins_at(node.end)
@@ -432,22 +398,14 @@ class Prefetcher:
         return True
 
     def _begin(self, p: Prefetch, wish: Wish, is_part: bool = False) -> bool:
-        """Hold what the host has of `p`, and read the rest. False: the host has no pages for it, as others
-        than those who wait have them.
-
-        is_part: what there are pages for is enough, as for one that exceeds the room.
+        """Hold the host pages of `p`, and read the rest. False: the host has no pages for that, as running
+        requests and transfers use them. is_part: read as many as there are pages for.
         """
-        lock = self._tree.lock(wish.node, HOST)
-        is_part = is_part or not fit(wish.coming, [0] * len(wish.coming), self.caps)
-        room = [self._supply.host_room(component) for component in range(len(wish.coming))]
-        if not (any(room) if is_part else fit(wish.coming, [0] * len(room), room)):
-            self._tree.unlock(lock)
-            self._lacking = p
+        if not self.room.take(p, wish, is_part):
             return False
-        p.lock, p.anchor = lock, wish.node
         if p.phase is PrefetchPhase.DONE:
             p.wants_hold = False
-            self._keep_held(p, lock)
+            self.room.keep(p)
         elif p.hit is None or wish.node.end >= p.hit.end:
             self._finish(p)
         else:
@@ -464,44 +422,14 @@ class Prefetcher:
             p.started_s = self._clock()
         self.reads.hold(p, wish.beside)
         if not self.reads.submit(p, hit.part(wish.node.end, hit.end)):
+            p.withheld = hit.end, Reason.NO_ROOM
             self._finish(p)
-
-    def _let_go(self, p: Prefetch) -> None:
-        """Hold nothing for `p` any more, as one that runs before it needs the room; later it is given room
-        again."""
-        if p.lock is None:
-            raise Misuse("nothing is held for a prefetch that lets go")
-        p.had_end = p.lock.node.end
-        self._unlock(p)
-        if p.goes_on:
-            return
-        p.has_waited = True
-        if p.num_rooms < MAX_ROOMS:
-            p.room_since_s = -1.0
-        if p.hit is None:
-            p.wants_hold = True
-        else:
-            p.phase = PrefetchPhase.FOUND
-            self._running.append(p)
-
-    def check(self) -> None:
-        """Assert that room is held for those who wait alone, and no more than the cap of it unless one that
-        exceeds it alone is being read. O(held nodes)."""
-        holders = list(self._holders())
-        for p in holders:
-            if p.phase is PrefetchPhase.DONE and not self._waiting.has(p):
-                raise Misuse(f"{p.handle} waits no more, and pages are held for it")
-        if not fit(HeldPages(self._tree, holders).pages, [0] * len(self.caps), self.caps):
-            alone = [HeldPages(self._tree, [p]).pages for p in holders if p.phase is PrefetchPhase.READ]
-            if all(fit(pages, [0] * len(pages), self.caps) for pages in alone):
-                held = HeldPages(self._tree, holders).pages
-                raise Misuse(f"{held} pages are held for those who wait, of {self.caps}")
 
     # -- the transfer's side ------------------------------------------------------------
 
     def _join(self, p: Prefetch, node: Node, num_pages: int = 1) -> bool:
-        """Have `p` wait for a running prefetch that will bring the first `num_pages` behind `node`; False if
-        there is none."""
+        """Let `p` wait for another prefetch that will bring the first `num_pages` behind `node`; False if there
+        is none."""
         primary = self._same_pages(p, node, num_pages)
         if primary is None:
             return False
@@ -539,7 +467,7 @@ class Prefetcher:
         self._in_flight.add(ticket, query)
 
     def found(self, query: StorageQuery, result: Result) -> None:
-        """Storage has answered: what it has is read as soon as there is room for it."""
+        """Apply the answer to a lookup: the hit is read as soon as there is room for it."""
         p, skip = query.p, query.start - query.first_hashed  # pages of which the hash was not known
         p.tickets.discard(query.ticket)
         anchor = self._tree.current(p.anchor) if skip and result.hashes else None
@@ -547,7 +475,8 @@ class Prefetcher:
             self._tree.set_hashes(anchor, query.first_hashed, result.hashes[:skip])
         if result.error is not None and not p.stopped:
             self._supply.counters.miss("storage_transfer", p.asked_pages)
-        p.nothing_there = result.error is None and result.num_pages == 0
+            p.withheld = query.start + query.asked, Reason.STORAGE_FAILED
+        p.found_nothing = result.error is None and result.num_pages == 0
         chain = None if query.first_hashed else result.hashes
         names = result.hashes[skip : skip + result.num_pages]
         after = result.hashes[skip - 1] if skip and result.hashes else query.prior
@@ -556,18 +485,21 @@ class Prefetcher:
         if p.is_measured:
             self.reads.no_regret.answered(query.asked, len(names) if is_read else 0, result.duration_s)
         if is_read:
-            p.hit, p.phase, self._is_stale = hit, PrefetchPhase.FOUND, True
+            p.hit, p.phase, self.room.is_stale = hit, PrefetchPhase.FOUND, True
         else:
             self._finish(p)
 
     def _is_worth_reading(self, p: Prefetch, count: int) -> bool:
-        """Whether what storage has of `p`, so many pages, is read: somebody still wants them, and they are
-        worth their time."""
+        """Whether to read a hit of `count` pages: a request still waits for it, it is long enough, and the gate
+        takes it. Counts the pages as missed if not."""
         if p.stopped or not self.policy.worth_reading(count):
             self._supply.counters.miss("dropped" if p.stopped else "below_threshold", count)
+            if count:
+                p.withheld = p.start_page + count, Reason.BELOW_THRESHOLD
             return False
         if not self.reads.no_regret.takes(GatedTransfer.FETCH, count):
             self._supply.counters.miss("slower_than_compute", count)
+            p.withheld = p.start_page + count, Reason.PREDICTED_SLOWER
             return False
         return True
 
@@ -575,7 +507,7 @@ class Prefetcher:
         """Look for an earlier boundary, among the first `num_pages` pages asked for."""
         p.asked_pages, p.hit = num_pages, None
         if self.policy.worth_asking(num_pages) and self._executor.storage_attached:
-            self._unlock(p)
+            self.room.release(p)
             self._query(p)
         else:
             self._finish(p)
@@ -585,40 +517,18 @@ class Prefetcher:
         look again."""
         if p.tickets or p.unread_pages != 0:
             raise Misuse(f"a prefetch ends with tickets {p.tickets} and {p.unread_pages} pages unread")
-        p.phase, self._is_stale = PrefetchPhase.DONE, True
+        if p.phase is PrefetchPhase.READ and p.hit is not None and p.end_page < p.hit.end:
+            p.withheld = p.hit.end, Reason.STORAGE_FAILED if p.has_failed else Reason.DAMAGED
+        p.phase, self.room.is_stale = PrefetchPhase.DONE, True
         self._running.remove(p)
         if not self._waiting.has(p):
-            self._unlock(p)
+            self.room.release(p)
         elif p.lock is None:
             p.wants_hold = True
         else:
-            self._keep_held(p, p.lock)
+            self.room.keep(p)
         for joined in [q for q in self._running if q.primary is p]:
             self._retry(joined, p)
-
-    def _keep_held(self, p: Prefetch, lock: Lock) -> None:
-        """Hold what the host has for `p` until its turn: nothing that the device alone has, and no more than the
-        cap."""
-        before, p.beside = p.beside, None
-        if before is not None:
-            self._tree.unlock(before)
-        p.had_end, caps = lock.node.end, self.caps
-        is_whole = fit(HeldPages(self._tree).more_at(lock.node), [0] * len(caps), caps)
-        if on_device_only(self._tree, lock.node) or (not is_whole and len(caps) > 1):
-            self._unlock(p)
-        elif not is_whole:
-            self._hold_first(p, lock, caps[BACKBONE])
-
-    def _hold_first(self, p: Prefetch, lock: Lock, num_pages: int) -> None:
-        """Hold the first pages only of what has come."""
-        node: Node | None = None
-        self._tree.cut(lock.node, num_pages)
-        for n in self._tree.path(lock.node):
-            if n.end <= num_pages:
-                node = n
-                break
-        p.lock = None if node is None else self._tree.lock(node, HOST)
-        self._tree.unlock(lock)
 
     def _retry(self, p: Prefetch, primary: Prefetch) -> None:
         """A joined prefetch goes on for what the primary did not bring: with another one that will bring as
@@ -631,10 +541,10 @@ class Prefetcher:
         p.asked_from(node)
         p.had_end = max(p.had_end, node.end)
         if p.hit is not None and p.hit.start <= node.end < p.hit.end:
-            p.phase, self._is_stale = PrefetchPhase.FOUND, True
+            p.phase, self.room.is_stale = PrefetchPhase.FOUND, True
             return
         was_tried = not primary.stopped or primary.num_rooms > 0
-        may_gain = gained or not was_tried or not (primary.nothing_there or p.gained_nothing)
+        may_gain = gained or not was_tried or not (primary.found_nothing or p.gained_nothing)
         p.gained_nothing = was_tried and not gained
         if not (
             may_gain
@@ -647,13 +557,6 @@ class Prefetcher:
         least_pages = min(p.asked_pages, max(1, self.policy.limits.threshold_pages))
         if not self._join(p, node, least_pages):
             self._query(p)
-
-
-def _waits_with(p: Prefetch) -> Prefetch:
-    """The prefetch that brings the pages of `p`: itself, or what it has joined."""
-    while p.phase is PrefetchPhase.JOINED and p.primary is not None:
-        p = p.primary
-    return p
 
 
 def _common_pages(key: RadixKey, other: RadixKey, page_size: int) -> int:

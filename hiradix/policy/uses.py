@@ -253,6 +253,26 @@ class UseLog:
         if unnamed > 0:
             self.was_forgotten(note, unnamed)
 
+    def forget_node(self, node: Node) -> None:
+        """`node` has left the cache, and is to be forgotten: no ghost stays of it."""
+        note: LastUse | None = node.note
+        if note is not None:
+            size = self.pages_per_block
+            self._forget_blocks(note.use.blocks.names(node.start // size, node.end // size))
+
+    def forget_behind(self, key: RadixKey, page: int) -> None:
+        """No ghost stays of the pages of `key` from `page` on."""
+        size = self.pages_per_block
+        num_blocks = key.num_pages(self.page_size) // size
+        blocks = extend(EMPTY, key, num_blocks, self.page_size, size)
+        self._forget_blocks(blocks.names(page // size, num_blocks))
+
+    def _forget_blocks(self, names: list[bytes]) -> None:
+        for name in names:
+            lost = self.ghosts.pop(name)
+            if lost is not None:
+                self.was_forgotten(lost, self.pages_per_block)
+
     @property
     def pages_remembered(self) -> int:
         """Pages that a cache may hold before it may have more ghosts than at first."""

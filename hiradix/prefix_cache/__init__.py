@@ -8,8 +8,8 @@ windows `SWARadixCache` and `SWAHiRadixCache`, for those with recurrent layers `
 from __future__ import annotations
 
 from hiradix.prefix_cache.attached import AttachedStorage, OpenedStorage
+from hiradix.prefix_cache.build import build_hybrid_cache, build_prefix_cache
 from hiradix.prefix_cache.cache import PrefixCache
-from hiradix.prefix_cache.factory import build_hybrid_cache, build_prefix_cache
 from hiradix.prefix_cache.identity import (
     ModelIdentity,
     component_name,

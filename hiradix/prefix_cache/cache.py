@@ -8,6 +8,7 @@ in pages by `HierarchicalCache`.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Hashable, Sequence, Sized
+from dataclasses import replace
 from operator import index
 from typing import Any, Final, SupportsFloat, SupportsIndex
 
@@ -15,7 +16,10 @@ import numpy as np
 import torch
 
 from hiradix.cache import HierarchicalCache, HostTier
+from hiradix.cache.misses import Hit, Withheld
 from hiradix.errors import Misuse, NoTier
+from hiradix.explain import Explanation, Reason
+from hiradix.intents import OPERATOR, TIER_NAMES, Intent, Receipt, Selector, TenantUse, Verb
 from hiradix.policy.eviction import make_order
 from hiradix.policy.no_regret import NoRegret
 from hiradix.policy.uses import Finished, known_hint
@@ -33,6 +37,7 @@ from hiradix.prefix_cache.records import (
     MatchPrefixParams,
     MatchResult,
     RequestLike,
+    insert_params,
 )
 from hiradix.prefix_cache.slots import AllocatorPages, Pages, RowCopies, SlotTable, pages_of, slots_of
 from hiradix.prefix_cache.stats import stats_of
@@ -40,8 +45,11 @@ from hiradix.transfer import HiCacheController, JobKind, LayerDoneCounter
 from hiradix.tree import BACKBONE, DEVICE, FULL, DeadLeaf, Lock, Node, RadixKey, RadixTree
 from hiradix.tree.key import as_tokens, namespace
 from hiradix.tree.native import mypyc_attr
+from hiradix.tree.node import NO_PAGES
 
 BESIDE: Final = 1  # the tree's component of the kind beside full attention
+WISH_WAIT_S: Final = 30.0  # longest time to reach what is wished, where nothing else is said
+BRING_WAIT_S: Final = 600.0
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -73,6 +81,7 @@ class PrefixCache:
         self.page_size = index(init.page_size)
         self.is_eagle = params.is_eagle
         self.disable_finished_insert = params.disable_finished_insert
+        self.eviction_policy = params.eviction_policy
         window = init.sliding_window_size
         self.sliding_window_size: int | None = None if window is None else index(window)
         self.req_to_token_pool = params.req_to_token_pool
@@ -82,25 +91,38 @@ class PrefixCache:
         self._pages = full_pages(params) if beside is None else beside.full
         self.cache = self._make_cache(params, host)
         self.tree = self.cache.tree
+        if params.explain_names and not params.disable:
+            self.cache.remember_departures(params.eviction_policy, index(init.explain_names))
         self._by_node = LocksByNode(self.tree)
         self._prefetcher = self.cache.prefetcher
         self._attached: AttachedStorage | None = None
         if host is not None and storage_factory is not None:
             self._attached = AttachedStorage(self.cache, storage_factory)
-        self._counted: set[str] = set()  # running requests whose found prefix was counted as used
+        # running requests whose found prefix was counted as used: how much had been forgotten by then
+        self._counted: dict[str, int] = {}
         self._copies = RowCopies()
-        self._slot_table = SlotTable(self._pages.num_pages, self.page_size, self.device)
+        num_pages = 0 if self._pages.end_page is None else self._pages.num_pages
+        self._slot_table = SlotTable(num_pages, self.page_size, self.device)
         self._empty = torch.empty(0, dtype=torch.int64, device=self.device)
+        self.enable_kv_cache_events = params.enable_kv_cache_events
+        self._events: Any = None
+        if params.enable_kv_cache_events:
+            from hiradix.events import KVEvents, storage_medium
+
+            self._events = KVEvents(self.tree, None, lambda: storage_medium(self.storage_name))
 
     def _make_cache(self, params: CacheInitParams, host: HostTier | None) -> HierarchicalCache:
         order, beside = make_order(params.eviction_policy, params.eviction_policy_config), self._beside
         if beside is None:
             return HierarchicalCache(
-                RadixTree(self.page_size, order=order), self._pages, host, agree=params.agree
-            )
+                RadixTree(self.page_size, order=order), self._pages, host, agree=params.agree,
+                intents=params.intents,
+            )  # fmt: skip
         components = (FULL, beside.component)
         tree = RadixTree(self.page_size, components, order=order, dead_leaf=DeadLeaf.UNUSABLE)
-        return HierarchicalCache(tree, (self._pages, beside.pages), host, agree=params.agree)
+        return HierarchicalCache(
+            tree, (self._pages, beside.pages), host, agree=params.agree, intents=params.intents
+        )
 
     # -- reading ------------------------------------------------------------------------
 
@@ -108,15 +130,16 @@ class PrefixCache:
     def root_node(self) -> Node:
         return self.cache.tree.root
 
-    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+    def match_prefix(self, params: MatchPrefixParams | Any) -> MatchResult:
         """The longest cached prefix of `params.key`, in whole pages. Splits a node the match ends in.
 
         With recurrent states up to a record; and where the pages end that are there beyond it. Answers for
         keys of one `TokenLog`, or for one key, may be views of the same memory, which is not written again:
         do not write into them.
         """
+        asked: Any = params  # or SGLang's record, of any version
         root = self.tree.root
-        key = self._view(params.key)
+        key = self._view(asked.key)
         if self.disable or len(key) < self.page_size:
             return MatchResult(self._empty, root, root)
         is_known = key.bookmark.node is not None
@@ -148,6 +171,15 @@ class PrefixCache:
     def device_slots(self, node: Node, start: int = 0) -> torch.Tensor:
         """int64 [tokens]: the device slots of the path to `node`, from page `start` on. A fresh tensor."""
         return self._slot_table.of(self.tree.pages(node, DEVICE, start))
+
+    path_device_indices = device_slots
+
+    def get_height(self, node: Node) -> int:
+        """How many nodes the path to `node` has; 0 for the root. O(path)."""
+        height, at = 0, node
+        while at.parent is not None:
+            height, at = height + 1, at.parent
+        return height
 
     def record(self, node: Node) -> int:
         """The device record of state at `node`, a boundary that is locked there; 0 at the root: no state."""
@@ -218,51 +250,86 @@ class PrefixCache:
 
     # -- writing ------------------------------------------------------------------------
 
-    def insert(self, params: InsertParams) -> InsertResult:
+    def insert(self, params: InsertParams | Any) -> InsertResult:
         """Give `params.value` to the tree where it has nothing.
 
         What it has already stays the caller's to free. With a kind beside full attention that is freed from
         `prev_prefix_len` on, as in upstream, which is the caller's word for what it has from the tree.
+
+        Without a value, where slots hold no data, the tree takes slots of the allocator itself, and evicts for
+        them. Misuse, with nothing changed: a pool of data is behind them, or there are too few.
         """
-        key = self._view(params.key).page_aligned(self.page_size)
+        given: Any = insert_params(params)  # flags may be numpy's, which the compiled form does not take
+        key = self._view(given.key).page_aligned(self.page_size)
         if self.disable or len(key) == 0:
             return InsertResult(0)
         if self._beside is not None:
-            return self._insert_with(self._beside, key, params)
+            return self._insert_with(self._beside, key, given)
         if self.cache.is_blocked(key):
             return InsertResult(len(key))
-        given: Any = params  # flags may be numpy's, which the compiled form does not take
         match = self.tree.match(key)
         known = match.device_node.end * self.page_size
-        pages = pages_of(params.value, self.page_size, known, len(key))
+        pages = self._pages_given(given.value, known, len(key))
         lock = self.tree.insert(
-            key, DEVICE, [pages], priority=_priority_of(params), found=match.loadable_node
+            key, DEVICE, [pages], priority=_priority_of(given), found=match.loadable_node
         ).lock
         if given.chunked:
             self.cache.inserted(lock.node)
         else:
             self.cache.finished(key, lock.node, Finished(len(key), 0))
-        self.tree.unlock(lock)
-        return InsertResult(known)
+        return self._inserted(known, lock)
 
-    def _insert_with(self, beside: AttentionKind, key: RadixKey, params: InsertParams) -> InsertResult:
+    def _pages_given(self, value: Any, start: int, stop: int) -> Pages:
+        """int32: the pages of slots [start, stop) of a value, or own ones where it names none."""
+        if value is not None and value.dtype != torch.bool:
+            return pages_of(value, self.page_size, start, stop)
+        if self.token_to_kv_pool_allocator.get_kvcache() is not None:
+            raise Misuse("value: the slots that hold the key's data are needed, as there is a pool of it")
+        count = (stop - start) // self.page_size
+        short = count - self._pages.available
+        if short > 0:
+            self.cache.evict(short)
+        pages = self._pages.alloc(count) if count else NO_PAGES
+        if pages is None:
+            raise Misuse(f"value: {count} pages are needed, {self._pages.available} are free")
+        return pages
+
+    def _inserted(self, known: int, lock: Lock, mamba_exist: bool = False) -> InsertResult:
+        """What an insert came to, whose lock is given back here."""
+        self.tree.unlock(lock)
+        node = self.tree.current(lock.node) or self.tree.root  # it may have been merged
+        window, at = 0, node
+        if self.supports_swa():
+            while at.parent is not None and at.residency(BESIDE, DEVICE).pages is not None:
+                at = at.parent
+            window = (node.end - at.end) * self.page_size
+        return InsertResult(known, node.end * self.page_size, node, mamba_exist, window)
+
+    def _insert_with(self, beside: AttentionKind, key: RadixKey, given: Any) -> InsertResult:
         """`insert` of full pages with what is beside them."""
-        given: Any = params
-        start, priority = index(given.prev_prefix_len) // self.page_size, _priority_of(params)
-        pages = pages_of(params.value, self.page_size, start * self.page_size, len(key))
+        start, priority = index(given.prev_prefix_len) // self.page_size, _priority_of(given)
+        if given.value is None:
+            raise Misuse("value: the slots that hold the key's data are needed, with what lies beside them")
+        pages = pages_of(given.value, self.page_size, start * self.page_size, len(key))
         self.tree.match(key)  # splits the node it ends in
         there = self.tree.find(key)
         if self.cache.is_blocked(key):
             self._pages.free(pages[pages != self._held_pages(there, start, len(pages), BACKBONE)])
-            beside.free_refused(params)
+            beside.free_refused(given)
             return InsertResult(len(key))
         known = self.tree.absent_from(there, DEVICE)
         record = None if given.mamba_value is None else index(given.mamba_value)
+        had_record = record is not None and there.end == len(key) // self.page_size and (
+            there.residency(BESIDE, DEVICE).pages is not None
+        )  # fmt: skip
         ended = None if given.chunked else Finished(len(key), 0)
+        num_freed = min(-(-index(given.swa_evicted_seqlen) // self.page_size) - start, len(pages))
+        if num_freed > 0:
+            own = self._held_pages(there, start, num_freed, BACKBONE)
+            beside.forget(pages[:num_freed][pages[:num_freed] != own])
         lock = self.insert_pages(key, pages, None, ended, record)
         self.tree.prioritise(lock, priority)
-        self.tree.unlock(lock)
-        return InsertResult(known * self.page_size)
+        return self._inserted(known * self.page_size, lock, had_record)
 
     def insert_pages(
         self, key: RadixKey, pages: Pages, held: Lock | None, ended: Finished | None = None,
@@ -288,10 +355,17 @@ class PrefixCache:
         """Insert `key` from the node `req` holds, with its record of state; slots behind that node go to the
         tree or are freed."""
         held, beside = self._held(req), self._beside
+        if self._was_forgotten(key, req):
+            return self.tree.lock(held.node, DEVICE)
         pages = pages_of(row, self.page_size, held.node.end * self.page_size, len(key))
         if beside is None or self.cache.is_blocked(key):
             return self.insert_pages(key, pages, held, ended)
         return self.insert_pages(key, pages, held, ended, beside.record_of(req, len(key)))
+
+    def _was_forgotten(self, key: RadixKey, req: RequestLike) -> bool:
+        """Whether `key` was to be forgotten when `req` ran already: what it has computed stays its own."""
+        began = self._counted.get(req.rid)
+        return began is not None and self.cache.was_forgotten_since(key, began)
 
     def _held_pages(self, node: Node, start: int, num_pages: int, component: int) -> Pages:
         """int32 [num_pages]: the tree's device pages of the path of `node` from page `start` on; 0: none."""
@@ -303,7 +377,7 @@ class PrefixCache:
                 held[lo - start : hi - start] = own[lo - n.start : hi - n.start]
         return held
 
-    def evict(self, params: EvictParams) -> EvictResult:
+    def evict(self, params: EvictParams | Any) -> EvictResult:
         """Free at least so many device tokens, and so many of the kind beside, or all that nothing holds.
 
         Full pages take along what lies beside them. Windows and records leave the pages where some match can
@@ -430,20 +504,22 @@ class PrefixCache:
     def forget_request(self, req: RequestLike) -> None:
         """A request has ended, or runs anew from its beginning."""
         self.release_aborted_request(req.rid)
-        self._counted.discard(req.rid)
+        self._counted.pop(req.rid, None)
         self._copies.forget(req.rid)
 
     def count_use(self, req: RequestLike) -> None:
         """Count the prefix a request found as used, once; it may be due to be copied down now."""
         if req.rid not in self._counted:
-            self._counted.add(req.rid)
+            self._counted[req.rid] = self.cache.num_forgotten
             self.terminate_prefetch(req.rid)  # it runs: nothing need be held for it any more
             self.cache.count_use(req.last_node, _priority_of(req))
             self.cache.inserted(req.last_node)
 
     # -- keys ---------------------------------------------------------------------------
 
-    def _view(self, key: RadixKey) -> RadixKey:
+    def _view(self, given: Any) -> RadixKey:
+        """A key of ours, or one of SGLang's, as this cache's tree sees it."""
+        key: RadixKey = given if isinstance(given, RadixKey) else _as_ours(given)
         return key.bigrams() if self.is_eagle and not key.is_bigram else key
 
     def _key(self, token_ids: Any, req: RequestLike) -> RadixKey:
@@ -473,6 +549,11 @@ class PrefixCache:
         if controller is None:
             raise NoTier(f"{type(self).__name__} has no host tier, and so no controller")
         return controller
+
+    @property
+    def cache_controller(self) -> HiCacheController | None:
+        """What moves pages between the tiers, as SGLang calls it; None without a host tier."""
+        return self.cache.controller
 
     @property
     def layer_done_counter(self) -> LayerDoneCounter | None:
@@ -595,6 +676,13 @@ class PrefixCache:
             self._refuse_unnamed(req)
         if self.disable or self._prefetcher is None or not self.enable_storage:
             return False
+        key = self._prefetch_key(last_host_node, new_input_tokens, req)
+        return not self.cache.is_forgetting(key) and self._prefetcher.start(req_id, key, last_host_node)
+
+    def _prefetch_key(
+        self, last_host_node: Node, new_input_tokens: Sequence[int], req: RequestLike | None
+    ) -> RadixKey:
+        """The whole pages of a prompt whose last tokens follow a node."""
         if req is None:
             path = self.tree.path_key(last_host_node)
             known = last_host_node.end * self.page_size  # its next token, which bigrams look at, is new
@@ -609,7 +697,7 @@ class PrefixCache:
             num_tokens = last_host_node.end * self.page_size + len(new_input_tokens)
             tokens = as_tokens(req.fill_ids)[: num_tokens + self.is_eagle].copy()  # the request's may change
             key = self._key(tokens, req)[:num_tokens]
-        return self._prefetcher.start(req_id, key.page_aligned(self.page_size), last_host_node)
+        return key.page_aligned(self.page_size)
 
     def prefetch_in_order(self, req_ids: Sequence[Hashable]) -> None:
         """The order in which waiting requests will run, next first: in it they are fetched, as much ahead as
@@ -648,6 +736,31 @@ class PrefixCache:
         """Forget a request that waits no more. Never blocks."""
         if self._prefetcher is not None:
             self._prefetcher.abort(req_id)
+
+    # -- explanations -------------------------------------------------------------------
+
+    def explain(
+        self, req: RequestLike, key: RadixKey, num_tokens: SupportsIndex, hit: Hit, refused: SupportsIndex = 0
+    ) -> Explanation | None:
+        """Where each of the first `num_tokens` tokens of a request comes from, as it is admitted; None where
+        nothing is remembered (`CacheInitParams.explain_names`).
+
+        key: what was looked up of them. hit: what it has. refused: so many tokens behind the device's that the
+        host has were not loaded.
+        """
+        misses = self.cache.misses
+        if misses is None:
+            return None
+        withheld, waited_s = [], 0.0
+        if index(refused):
+            reason = self.cache.load_refusal or Reason.DAMAGED
+            withheld.append(Withheld(hit.device + index(refused), reason, "on the host"))
+        if self._prefetcher is not None:
+            found = self._prefetcher.pop_withheld(req.rid)
+            if found is not None:
+                end, reason, waited_s = found
+                withheld.append(Withheld(end * self.page_size, reason, "in storage", waited_s))
+        return misses.explain(req.rid, self._view(key), index(num_tokens), hit, withheld)
 
     # -- storage: while serving ---------------------------------------------------------
 
@@ -699,48 +812,176 @@ class PrefixCache:
         """
         return self._attached is not None and self._attached.clear()
 
+    # -- intents ------------------------------------------------------------------------
+
+    def submit(self, intent: Intent) -> Receipt:
+        """Take a wish: it is applied with the next `check_hicache_events`, in the order of such calls. Where
+        this cache cannot carry it out it is refused at once, by the receipt's state and reason. O(1) but for a
+        locate in the tree, which is answered here.
+
+        >>> from hiradix.memory import ReqToTokenPool, SlotAllocator
+        >>> from hiradix.prefix_cache import CacheInitParams, EvictParams, InsertParams, RadixCache
+        >>> slots = SlotAllocator(num_tokens=64, page_size=4, device="cpu", kvcache=None)
+        >>> cache = RadixCache(CacheInitParams(False, ReqToTokenPool(8, 64), slots, page_size=4))
+        >>> key = RadixKey(range(12))
+        >>> _ = cache.insert(InsertParams(key, slots.alloc(12)))
+        >>> prompt = Selector.prefix(key)
+        >>> cache.locate(prompt).found["device"].tokens
+        12
+        >>> lease = cache.hold(prompt, ttl_s=60, tier="device")
+        >>> cache.check_hicache_events()  # the engine's next step
+        >>> cache.intent(lease.id).state.value, cache.intent(lease.id).done.tokens
+        ('held', 12)
+        >>> wish = cache.forget(prompt)  # the operator's goes before any lease
+        >>> cache.check_hicache_events()
+        >>> cache.intent(lease.id).reason, cache.intent(wish.id).by_tier["device"].tokens
+        ('forgotten by 3', 12)
+        >>> cache.total_size()
+        0
+        """
+        key = intent.selector.key
+        if key is not None and self.is_eagle and not key.is_bigram:
+            intent = replace(intent, selector=Selector.prefix(key.bigrams()))
+        return self.cache.intents.submit(intent)
+
+    def locate(
+        self, selector: Selector, tiers: Sequence[str] = ("device", "host"), asked_by: str = OPERATOR
+    ) -> Receipt:
+        """How far it is there, in each tier, without counting a use: answered at once by `Receipt.found`, but
+        for storage, which a job asks."""
+        return self.submit(Intent(Verb.LOCATE, selector, tuple(tiers), asked_by=asked_by))
+
+    def hold(
+        self, selector: Selector, ttl_s: SupportsFloat, tier: str = "host", *,
+        max_bytes: SupportsIndex | None = None, wait_s: SupportsFloat = WISH_WAIT_S, asked_by: str = OPERATOR,
+    ) -> Receipt:  # fmt: skip
+        """Keep a prefix, or a session's prompts, in `tier` for `ttl_s` seconds from when they are there; what is
+        not there yet is brought, within `wait_s`. Budgets clip it to its leading pages.
+
+        Asked for again by the same, it goes on under the first receipt's id, with the new end: so a lease is
+        extended or shortened. On the device it gives way to a request that could not run else.
+        """
+        most = None if max_bytes is None else index(max_bytes)
+        intent = Intent(
+            Verb.HOLD, selector, (tier,), float(ttl_s), float(wait_s), most, asked_by=asked_by
+        )  # fmt: skip
+        return self.submit(intent)
+
+    def forget(
+        self, selector: Selector, tiers: Sequence[str] = TIER_NAMES, *, is_whole: bool = False,
+        wait_s: SupportsFloat = WISH_WAIT_S, asked_by: str = OPERATOR,
+    ) -> Receipt:  # fmt: skip
+        """Have it in none of `tiers` any more: what this prefix and its continuations alone have, or all that a
+        session, a tenant or everybody has.
+
+        is_whole: of a prefix also the pages that others share, and so what continues those. Nothing of it is
+        matched or fetched any more from when it is applied. What is in use then is waited for, `wait_s` at most:
+        `Receipt.by_tier` says how much is gone.
+        """
+        intent = Intent(
+            Verb.FORGET, selector, tuple(tiers), wait_s=float(wait_s), is_whole=is_whole, asked_by=asked_by
+        )
+        return self.submit(intent)
+
+    def bring(
+        self, selector: Selector, target: str, *, is_move: bool = False, max_bytes: SupportsIndex | None = None,
+        wait_s: SupportsFloat = BRING_WAIT_S, asked_by: str = OPERATOR,
+    ) -> Receipt:  # fmt: skip
+        """Have it in another tier, too: `host`, from storage or the device; `storage`, from the host or the
+        device; or in another store that was opened under that name, and with `is_move` no more in this one."""
+        most = None if max_bytes is None else index(max_bytes)
+        intent = Intent(
+            Verb.BRING, selector, wait_s=float(wait_s), max_bytes=most, target=target, is_move=is_move,
+            asked_by=asked_by,
+        )  # fmt: skip
+        return self.submit(intent)
+
+    def release(self, intent_id: SupportsIndex, asked_by: str = OPERATOR) -> Receipt:
+        """End a lease now. BadIntent: there is no such one, or it is another's."""
+        return self.cancel(intent_id, asked_by)
+
+    def cancel(self, intent_id: SupportsIndex, asked_by: str = OPERATOR) -> Receipt:
+        """End a wish: a lease ends, what runs stops; what it has done stays done. BadIntent: there is no such
+        one, or it is another's, and neither the operator asks."""
+        return self.cache.intents.cancel(index(intent_id), asked_by)
+
+    def intent(self, intent_id: SupportsIndex) -> Receipt | None:
+        """What has become of a wish by now; None for one that is not known any more."""
+        return self.cache.intents.receipt(index(intent_id))
+
+    def intents(self, asked_by: str | None = None) -> list[Receipt]:
+        """All wishes that are known, of one who asked or of all, oldest first."""
+        return self.cache.intents.receipts(asked_by)
+
+    def tenants(self) -> list[TenantUse]:
+        """What each tenant has, in all tiers, those with the most bytes first. O(nodes of the tree)."""
+        return self.cache.intents.tenants()
+
+    def name_session(self, session: str, key: RadixKey) -> None:
+        """The prompt that a session has sent last, as a request's `session_name` says it when it ends."""
+        self.cache.intents.name_session(session, self.tree.find(self._view(key)))
+
     # -- sizes --------------------------------------------------------------------------
 
-    def evictable_size(self) -> int:
-        """Device tokens no request holds."""
-        return self.tree.evictable_pages(DEVICE) * self.page_size
+    def evictable_size(self) -> Any:
+        """Device tokens no request holds; with a kind beside full attention also its: a pair."""
+        return self._with_beside(self.full_evictable_size(), self.cache.evictable_pages)
 
-    def protected_size(self) -> int:
-        """Device tokens in the tree that a request or a transfer holds."""
-        return self.tree.protected_pages(DEVICE) * self.page_size
+    def protected_size(self) -> Any:
+        """Device tokens in the tree that a request or a transfer holds; likewise."""
+        return self._with_beside(self.full_protected_size(), self._protected_pages)
 
     def total_size(self) -> Any:
         """Device tokens in the tree; with a kind beside full attention also its tokens or records: a pair."""
         num_tokens = self.tree.resident_pages(DEVICE) * self.page_size
+        return self._with_beside(num_tokens, self._resident_pages)
+
+    def _with_beside(self, num_tokens: int, count: Callable[[int], int]) -> Any:
+        """`num_tokens`, and beside it what `count` says of the further component, if there is one."""
         if self._beside is None:
             return num_tokens
-        return num_tokens, self.tree.resident_pages(DEVICE, BESIDE) * self._beside.unit
+        return num_tokens, count(BESIDE) * self._beside.unit
+
+    def _resident_pages(self, component: int) -> int:
+        return self.tree.resident_pages(DEVICE, component)
+
+    def _protected_pages(self, component: int) -> int:
+        return self._resident_pages(component) - self.cache.evictable_pages(component)
 
     def full_evictable_size(self) -> int:
-        return self.evictable_size()
+        """Device tokens of full attention that no request holds."""
+        return self.cache.evictable_pages() * self.page_size
 
     def full_protected_size(self) -> int:
-        return self.protected_size()
+        """Device tokens of full attention in the tree that a request or a transfer holds."""
+        return self.tree.resident_pages(DEVICE) * self.page_size - self.full_evictable_size()
 
     def swa_evictable_size(self) -> int:
         """Device tokens whose window data no request holds."""
-        return self.tree.evictable_pages(DEVICE, BESIDE) * self.page_size if self.supports_swa() else 0
+        return self.cache.evictable_pages(BESIDE) * self.page_size if self.supports_swa() else 0
 
     def swa_protected_size(self) -> int:
         """Device tokens whose window data a request or a transfer holds."""
-        return self.tree.protected_pages(DEVICE, BESIDE) * self.page_size if self.supports_swa() else 0
+        resident = self.tree.resident_pages(DEVICE, BESIDE) if self.supports_swa() else 0
+        return resident * self.page_size - self.swa_evictable_size()
 
     def mamba_evictable_size(self) -> int:
         """Device records of state that no request and no transfer holds."""
-        return self.tree.evictable_pages(DEVICE, BESIDE) if self.supports_mamba() else 0
+        return self.cache.evictable_pages(BESIDE) if self.supports_mamba() else 0
 
     def mamba_protected_size(self) -> int:
         """Device records of state in the tree that a request or a transfer holds."""
-        return self.tree.protected_pages(DEVICE, BESIDE) if self.supports_mamba() else 0
+        resident = self.tree.resident_pages(DEVICE, BESIDE) if self.supports_mamba() else 0
+        return resident - self.mamba_evictable_size()
 
     def all_values_flatten(self) -> torch.Tensor:
         """int64 [total tokens]: every device slot in the tree. O(tree); for leak hunts."""
         return slots_of(self.tree.all_pages(DEVICE), self.page_size, self.device)
+
+    def all_mamba_values_flatten(self) -> torch.Tensor:
+        """int64 [records]: every device record of state in the tree. O(tree)."""
+        records = self.tree.all_pages(DEVICE, BESIDE) if self.supports_mamba() else NO_PAGES
+        return slots_of(records, 1, self.device)
 
     # -- which kind it is ---------------------------------------------------------------
 
@@ -749,6 +990,9 @@ class PrefixCache:
 
     def supports_mamba(self) -> bool:
         return self._beside is not None and not self._beside.component.per_page
+
+    def supports_prefix_sharing(self) -> bool:
+        return not self.disable
 
     def is_chunk_cache(self) -> bool:
         return self.disable
@@ -764,11 +1008,15 @@ class PrefixCache:
 
     def available_and_evictable_str(self) -> str:
         """For an out-of-memory message: a line, or two with sliding windows."""
-        allocator, evictable = self.token_to_kv_pool_allocator, self.evictable_size()
+        allocator, evictable = self.token_to_kv_pool_allocator, self.full_evictable_size()
         if self._beside is None:
             return tokens_str(allocator, evictable)
         own = self.tree.evictable_pages(DEVICE, BESIDE) * self._beside.unit
         return self._beside.available_and_evictable_str(allocator, evictable, own)
+
+    def take_events(self) -> list[Any]:
+        """KV events since the last call, if `enable_kv_cache_events`: `hiradix.events` has their classes."""
+        return [] if self._events is None else self._events.take()
 
     def stats(self) -> CacheStats:
         """A snapshot for metrics. O(1)."""
@@ -802,6 +1050,16 @@ class PrefixCache:
         self.cache.close(float(timeout_s))
         if self._attached is not None:
             self._attached.close()
+
+    def shutdown(self) -> None:
+        """As `close`. What is in storage stays there."""
+        self.close()
+
+
+def _as_ours(key: Any) -> RadixKey:
+    """SGLang's key of any version, or what has its attributes."""
+    limit, salt = getattr(key, "limit", None), getattr(key, "cache_salt", None)
+    return RadixKey(key.token_ids, key.extra_key, bool(key.is_bigram), limit, salt)
 
 
 def _priority_of(req: Any) -> int:

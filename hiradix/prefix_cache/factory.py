@@ -1,8 +1,8 @@
-"""Puts a prefix cache together from a configuration and an engine's device pool."""
+"""Makes the tiers below an engine's device pool from a configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,14 +31,6 @@ from hiradix.prefix_cache.identity import (
     is_replicated,
     stored_pages,
 )
-from hiradix.prefix_cache.names import (
-    HiRadixCache,
-    RadixCache,
-    StateHiRadixCache,
-    StateRadixCache,
-    SWAHiRadixCache,
-    SWARadixCache,
-)
 from hiradix.prefix_cache.records import CacheInitParams
 from hiradix.storage import (
     ComponentPages,
@@ -58,39 +50,38 @@ from hiradix.tree import Pages
 WITNESS_S = 60.0  # longest that the copy of one page is waited for at start
 
 
-def build_prefix_cache(
+@dataclass(frozen=True)
+class LowerTiers:
+    """The tiers below a device pool, made and not in use yet: host, what opens its storage, by which name the
+    model's pages are stored, and the configuration that says whether one is attached at start."""
+
+    host: HostTier
+    storage: StorageFactory | None
+    model_name: str | None = None
+    config: HiCacheConfig = HiCacheConfig()
+
+    def attach_to(self, cache: PrefixCache) -> None:
+        """Attach the storage that the configuration asks for to `cache`, which has `host`; or close it."""
+        if self.model_name is not None:
+            cache.attached.served_model_name = self.model_name
+        if self.config.hicache_storage_backend is None:
+            return
+        extra = self.config.hicache_storage_backend_extra_config
+        try:
+            cache.attached.attach(self.config.hicache_storage_backend, extra)
+        except BaseException:
+            cache.close()
+            raise
+
+
+def lower_tiers(
     config: HiCacheConfig,
     params: CacheInitParams,
     device_pool: DevicePool,
     model: ModelIdentity,
     runtime: Runtime | None = None,
-) -> PrefixCache:
-    """A `HiRadixCache` when the hierarchical cache is on, else a `RadixCache`; never reuses when disabled.
-
-    device_pool: the pool behind `params.token_to_kv_pool_allocator`. runtime: what runs the transfers, for
-    engines with streams of their own. Allocates the host pool and starts the transfer threads: `close()` ends
-    them. Raises ConfigError naming the flag, with nothing left behind.
-
-    >>> import torch
-    >>> from hiradix.memory import KVShape, ReqToTokenPool, SlotAllocator
-    >>> shape = KVShape(num_layers=1, num_kv_heads=1, head_dim=2, v_head_dim=2, dtype=torch.float32)
-    >>> pool = DevicePool(shape, num_pages=8, page_size=4)
-    >>> slots = SlotAllocator(num_tokens=32, page_size=4, device="cpu", kvcache=pool)
-    >>> params = CacheInitParams(False, ReqToTokenPool(8, 32), slots, page_size=4)
-    >>> config = HiCacheConfig(page_size=4, enable_hierarchical_cache=True, hicache_ratio=3.0)
-    >>> cache = build_prefix_cache(config, params, pool, ModelIdentity("my-model"))
-    >>> type(cache).__name__, cache.stats().device_total, cache.stats().host_total  # tokens
-    ('HiRadixCache', 32, 96)
-    >>> cache.close()
-    >>> build_prefix_cache(HiCacheConfig(page_size=16), params, pool, ModelIdentity("my-model"))
-    Traceback (most recent call last):
-    hiradix.errors.ConfigError: --page-size 16: the allocator's page size is 4
-    """
-    config = config.normalised()
-    if params.page_size != config.page_size:
-        raise ConfigError(f"--page-size {config.page_size}: the allocator's page size is {params.page_size}")
-    if params.disable or not config.enable_hierarchical_cache:
-        return RadixCache(params)
+) -> LowerTiers:
+    """Host and storage below `device_pool`. Allocates the host pool and starts the transfer threads."""
     host_pool = _host_pool(config, device_pool, _ranks_on_host(params, model))
     host = _host_tier(config, device_pool, host_pool, runtime)
     if is_replicated(host_pool):  # one of the ranks stores for all
@@ -98,28 +89,18 @@ def build_prefix_cache(
     stored = stored_pages(model, host_pool, config.hicache_mem_layout)
     witness = _witness(params, host.controller, [host_pool])
     trust = _trust(config, params, witness, stores=host.controller.backs_up)
-    cache = HiRadixCache(params, host, NamedStorage([stored], trust))
-    cache.attached.served_model_name = model.model_id
-    _attach(cache, config)
-    return cache
+    return LowerTiers(host, NamedStorage([stored], trust), model.model_id, config)
 
 
-def build_hybrid_cache(
+def hybrid_tiers(
     config: HiCacheConfig,
     params: CacheInitParams,
     pools: HybridPools,
     model: ModelIdentity,
     runtime: Runtime | None = None,
-) -> PrefixCache:
-    """As `build_prefix_cache` for models that mix kinds of layers.
-
-    pools: those behind `params.token_to_kv_pool_allocator`, and with recurrent states `params.state_records`.
-    """
-    config, kind = config.normalised(), _kind(params)
-    if params.page_size != config.page_size:
-        raise ConfigError(f"--page-size {config.page_size}: the allocator's page size is {params.page_size}")
-    if params.disable or not config.enable_hierarchical_cache:
-        return kind.on_device(params)
+) -> LowerTiers:
+    """As `lower_tiers` for models that mix kinds of layers: two host pools."""
+    name = component_name(params.sliding_window_size) if params.state_records is None else STATE_NAME
     hosts = _hybrid_hosts(config, pools, _ranks_on_host(params, model))
     pairs = [
         PoolPair(pool, host, make_transport(config.hicache_io_backend, pool.device, (pool, host)), layers)
@@ -130,34 +111,17 @@ def build_hybrid_cache(
     sources = tuple(PageAllocator(host.num_pages) for host in hosts)
     tier = _tier(config, sources, HiCacheController.over(pairs, runtime))
     stored = [
-        stored_pages(model, host, config.hicache_mem_layout, name, config.page_size, layers)
-        for host, name, layers in zip(
+        stored_pages(model, host, config.hicache_mem_layout, component, config.page_size, layers)
+        for host, component, layers in zip(
             hosts,
-            (component_name(None), kind.name),
+            (component_name(None), name),
             (pools.full_layers, pools.other_layers),
             strict=True,
         )
     ]
     witness = _witness(params, tier.controller, hosts)
-    cache = kind.tiered(params, tier, NamedStorage(stored, _trust(config, params, witness)))
-    cache.attached.served_model_name = model.model_id
-    _attach(cache, config)
-    return cache
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """The classes for a kind of component beside full attention, and what storage calls its pages."""
-
-    on_device: Callable[[CacheInitParams], PrefixCache]
-    tiered: Callable[[CacheInitParams, HostTier, StorageFactory], PrefixCache]
-    name: str
-
-
-def _kind(params: CacheInitParams) -> _Kind:
-    if params.state_records is not None:
-        return _Kind(StateRadixCache, StateHiRadixCache, STATE_NAME)
-    return _Kind(SWARadixCache, SWAHiRadixCache, component_name(params.sliding_window_size))
+    storage = NamedStorage(stored, _trust(config, params, witness))
+    return LowerTiers(tier, storage, model.model_id, config)
 
 
 def _hybrid_hosts(config: HiCacheConfig, pools: HybridPools, num_ranks: int) -> list[HostPool]:
@@ -203,16 +167,6 @@ def _one_copy(pair: int, device_page: int) -> tuple[tuple[Pages, Pages], list[Co
     """A device page to host page 0 of its pair of pools."""
     one = np.array([device_page], np.int32), np.zeros(1, np.int32)
     return (one, []) if pair == BACKBONE_PAIR else ((NO_PAGES, NO_PAGES), [Copy(*one, pair)])
-
-
-def _attach(cache: PrefixCache, config: HiCacheConfig) -> None:
-    """Attach the storage that `config` asks for, or close the cache."""
-    if config.hicache_storage_backend is not None:
-        try:
-            cache.attached.attach(config.hicache_storage_backend, config.hicache_storage_backend_extra_config)
-        except BaseException:
-            cache.close()
-            raise
 
 
 def _ranks_on_host(params: CacheInitParams, model: ModelIdentity) -> int:

@@ -67,6 +67,9 @@ class AttentionKind:
     def free_refused(self, params: InsertParams) -> None:
         """Free what came with an insert that is refused, beside the full pages."""
 
+    def forget(self, full: Pages) -> None:
+        """That nothing lies beside these full pages any more, as it has been freed."""
+
     @abstractmethod
     def num_asked(self, params: EvictParams) -> int:
         """Its pages that an eviction asks for."""
@@ -107,6 +110,9 @@ class SlidingWindows(AttentionKind):
         gaps = np.flatnonzero(window == 0)
         first = int(gaps[-1]) + 1 if len(gaps) else 0
         return window[first:], window[:first]
+
+    def forget(self, full: Pages) -> None:
+        self.pages.unpair(full)
 
     def num_asked(self, params: EvictParams) -> int:
         return -(-index(params.swa_num_tokens) // self.unit)

@@ -5,11 +5,16 @@ Each says which kinds of attention and which tiers `PrefixCache` is made with, a
 
 from __future__ import annotations
 
+from typing import Any
+
 from hiradix.cache import HostTier
 from hiradix.prefix_cache.attached import StorageFactory
 from hiradix.prefix_cache.cache import PrefixCache
+from hiradix.prefix_cache.factory import LowerTiers
 from hiradix.prefix_cache.kinds import RecurrentStates, SlidingWindows
 from hiradix.prefix_cache.records import CacheInitParams
+from hiradix.prefix_cache.upstream import cache_params, server_tiers
+from hiradix.transfer import Runtime
 from hiradix.tree.native import mypyc_attr
 
 
@@ -22,8 +27,9 @@ class RadixCache(PrefixCache):
     >>> slots = SlotAllocator(num_tokens=64, page_size=4)
     >>> cache = RadixCache(CacheInitParams(False, ReqToTokenPool(8, 64), slots, page_size=4))
     >>> tokens = list(range(8))
-    >>> cache.insert(InsertParams(RadixKey(tokens), slots.alloc(8)))  # the tree owns these slots now
-    InsertResult(prefix_len=0)
+    >>> done = cache.insert(InsertParams(RadixKey(tokens), slots.alloc(8)))  # the tree owns these slots now
+    >>> done.prefix_len, done.total_len
+    (0, 8)
     >>> hit = cache.match_prefix(MatchPrefixParams(RadixKey([*tokens, 99])))
     >>> receipt = cache.inc_lock_ref(hit.last_device_node)
     >>> len(hit.device_indices), cache.evict(EvictParams(8)).num_tokens_evicted
@@ -32,8 +38,30 @@ class RadixCache(PrefixCache):
     (8, 8)
     """
 
-    def __init__(self, params: CacheInitParams):
-        super().__init__(params)
+    def __init__(self, params: Any):
+        super().__init__(cache_params(params))
+
+    @classmethod
+    def create_simulated(
+        cls,
+        disable: bool = False,
+        mock_allocator: Any = None,
+        page_size: int = 1,
+        enable_kv_cache_events: bool = False,
+    ) -> RadixCache:
+        """A cache of keys alone: without an allocator its slots are numbers, of its own where a value has none.
+
+        >>> tree = RadixCache.create_simulated(page_size=2)
+        >>> tree.insert(InsertParams(RadixKey([1, 2, 3, 4]))).total_len
+        4
+        >>> len(tree.match_prefix(MatchPrefixParams(RadixKey([1, 2, 9]))).device_indices)
+        2
+        """
+        rows: Any = None
+        params = CacheInitParams(
+            disable, rows, mock_allocator, page_size, enable_kv_cache_events=enable_kv_cache_events
+        )
+        return cls(params)
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -52,8 +80,8 @@ class HiRadixCache(PrefixCache):
     >>> config = HiCacheConfig(page_size=4, enable_hierarchical_cache=True)
     >>> cache = build_prefix_cache(config, params, pool, ModelIdentity("my-model"))
     >>> key = RadixKey(list(range(8)))
-    >>> cache.insert(InsertParams(key, slots.alloc(8))), cache.drain(timeout_s=10)  # the host has a copy
-    (InsertResult(prefix_len=0), True)
+    >>> cache.insert(InsertParams(key, slots.alloc(8))).prefix_len, cache.drain(timeout_s=10)  # copied
+    (0, True)
     >>> cache.evict(EvictParams(8)).num_tokens_evicted
     8
     >>> hit = cache.match_prefix(MatchPrefixParams(key))
@@ -66,8 +94,14 @@ class HiRadixCache(PrefixCache):
     >>> cache.close()
     """
 
-    def __init__(self, params: CacheInitParams, host: HostTier, storage_factory: StorageFactory):
-        super().__init__(params, None, host, storage_factory)
+    def __init__(
+        self, params: Any, server_args: Any = None, host: HostTier | None = None,
+        storage_factory: StorageFactory | None = None, runtime: Runtime | None = None,
+    ):  # fmt: skip
+        own = cache_params(params)
+        tiers = server_tiers(own, server_args, runtime) if host is None else LowerTiers(host, storage_factory)
+        super().__init__(own, None, tiers.host, storage_factory or tiers.storage)
+        tiers.attach_to(self)
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -81,24 +115,31 @@ class SWARadixCache(PrefixCache):
     >>> rows = ReqToTokenPool(8, 64)
     >>> cache = SWARadixCache(CacheInitParams(False, rows, slots, page_size=4, sliding_window_size=8))
     >>> key = RadixKey(list(range(16)))
-    >>> cache.insert(InsertParams(key, slots.alloc(16))), cache.total_size()  # with full, with window data
-    (InsertResult(prefix_len=0), (16, 16))
+    >>> cache.insert(InsertParams(key, slots.alloc(16))).window_len, cache.total_size()  # full, and window data
+    (16, (16, 16))
     >>> cache.evict(EvictParams(num_tokens=0, swa_num_tokens=8)).swa_num_tokens_evicted
     8
     >>> len(cache.match_prefix(MatchPrefixParams(key)).device_indices)  # the last 8 tokens' window is there
     16
     """
 
-    def __init__(self, params: CacheInitParams):
-        super().__init__(params, SlidingWindows(params))
+    def __init__(self, params: Any):
+        own = cache_params(params)
+        super().__init__(own, SlidingWindows(own))
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class SWAHiRadixCache(PrefixCache):
     """`SWARadixCache` over all tiers: full and window pages come back to the device at once."""
 
-    def __init__(self, params: CacheInitParams, host: HostTier, storage_factory: StorageFactory):
-        super().__init__(params, SlidingWindows(params), host, storage_factory)
+    def __init__(
+        self, params: Any, server_args: Any = None, host: HostTier | None = None,
+        storage_factory: StorageFactory | None = None, runtime: Runtime | None = None,
+    ):  # fmt: skip
+        own = cache_params(params)
+        tiers = server_tiers(own, server_args, runtime) if host is None else LowerTiers(host, storage_factory)
+        super().__init__(own, SlidingWindows(own), tiers.host, storage_factory or tiers.storage)
+        tiers.attach_to(self)
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -114,8 +155,8 @@ class StateRadixCache(PrefixCache):
     >>> params = CacheInitParams(False, ReqToTokenPool(8, 64), slots, page_size=4, state_records=records)
     >>> cache = StateRadixCache(params)
     >>> (record,) = records.alloc(1).tolist()
-    >>> cache.insert(InsertParams(RadixKey(list(range(8))), slots.alloc(8), mamba_value=record))
-    InsertResult(prefix_len=0)
+    >>> cache.insert(InsertParams(RadixKey(list(range(8))), slots.alloc(8), mamba_value=record)).mamba_exist
+    False
     >>> hit = cache.match_prefix(MatchPrefixParams(RadixKey([*range(8), 99])))
     >>> len(hit.device_indices), cache.record(hit.last_device_node) == record
     (8, True)
@@ -124,13 +165,20 @@ class StateRadixCache(PrefixCache):
     (0, 4)
     """
 
-    def __init__(self, params: CacheInitParams):
-        super().__init__(params, RecurrentStates(params))
+    def __init__(self, params: Any):
+        own = cache_params(params)
+        super().__init__(own, RecurrentStates(own))
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class StateHiRadixCache(PrefixCache):
     """`StateRadixCache` over all tiers: pages and the record of their end come back to the device at once."""
 
-    def __init__(self, params: CacheInitParams, host: HostTier, storage_factory: StorageFactory):
-        super().__init__(params, RecurrentStates(params), host, storage_factory)
+    def __init__(
+        self, params: Any, server_args: Any = None, host: HostTier | None = None,
+        storage_factory: StorageFactory | None = None, runtime: Runtime | None = None,
+    ):  # fmt: skip
+        own = cache_params(params)
+        tiers = server_tiers(own, server_args, runtime) if host is None else LowerTiers(host, storage_factory)
+        super().__init__(own, RecurrentStates(own), tiers.host, storage_factory or tiers.storage)
+        tiers.attach_to(self)

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from hiradix.cache import Agree, PageSource
+from hiradix.intents import IntentStats
+from hiradix.intents.limits import IntentLimits
 from hiradix.transfer import TransferStats
 from hiradix.tree import Node, RadixKey
 
@@ -98,15 +100,20 @@ class ComputedPages:
 
 @dataclass
 class CacheInitParams:
-    """How a prefix cache sits in an engine.
+    """How a prefix cache sits in an engine: SGLang 0.5.9's fields, and by keyword our own. The caches also
+    take SGLang's own records of this name, see `cache_params`.
 
     disable: no reuse at all; requests only keep and free their own slots.
+    tp_cache_group: the torch process group of the ranks, `agree` over which is made where that is None.
+    enable_kv_cache_events: note what moves, for `take_events`.
     sliding_window_size: tokens a window layer looks back, for `SWARadixCache`, whose allocator is hybrid.
+    cache_ttl_seconds: refused if given. enable_metrics, enable_mamba_extra_buffer, pp_rank, pp_size,
+    chunked_prefill_size: nothing, `stats` has the numbers; pp_size above 1 is refused with a host tier.
     state_records: device records of recurrent state, for `StateRadixCache`.
     agree: with several ranks, the elementwise minimum of a vector over all of them, else None. ranks_on_host:
     processes with a host pool each that share this machine's memory; 0: the model's ranks.
     witness: pages that the engine has computed, for storage to tell by what the weights do. adapter_of: what
-    tells adapters apart in an extra key; None: all of it.
+    tells adapters apart in an extra key; None: all of it. intents: caps on wishes, such as leases.
     """
 
     disable: bool
@@ -114,19 +121,32 @@ class CacheInitParams:
     token_to_kv_pool_allocator: SlotAllocatorLike
     page_size: int
     is_eagle: bool = False
+    tp_cache_group: Any = None
     eviction_policy: str = "lru"
-    eviction_policy_config: dict[str, Any] = field(default_factory=dict)
     disable_finished_insert: bool = False
+    enable_metrics: bool = False
+    enable_kv_cache_events: bool = False
+    enable_mamba_extra_buffer: bool = False
+    pp_rank: int = 0
+    pp_size: int = 1
+    chunked_prefill_size: int | None = None
     sliding_window_size: int | None = None
-    state_records: PageSource | None = None
-    agree: Agree | None = None
-    ranks_on_host: int = 0
-    witness: ComputedPages | None = None
-    adapter_of: Callable[[str | None], str] | None = None
+    cache_ttl_seconds: float | None = None
+    eviction_policy_config: dict[str, Any] = field(default_factory=dict, kw_only=True)
+    state_records: PageSource | None = field(default=None, kw_only=True)
+    agree: Agree | None = field(default=None, kw_only=True)
+    ranks_on_host: int = field(default=0, kw_only=True)
+    witness: ComputedPages | None = field(default=None, kw_only=True)
+    adapter_of: Callable[[str | None], str] | None = field(default=None, kw_only=True)
+    intents: IntentLimits = field(default=IntentLimits(), kw_only=True)
+    explain_names: int = field(default=0, kw_only=True)
 
 
 class MatchPrefixParams(NamedTuple):
+    """cow_mamba: nothing here; who runs on a record of state reads it, see `PrefixCache.record`."""
+
     key: RadixKey
+    cow_mamba: bool = False
     req: RequestLike | None = None
 
 
@@ -143,6 +163,16 @@ class MatchResult(NamedTuple):
     host_hit_length: int = 0
     mamba_branching_seqlen: int | None = None
 
+    @property
+    def device_prefix_len(self) -> int:
+        """Tokens found on the device, as SGLang 0.5.23 has them."""
+        return len(self.device_indices)
+
+    @property
+    def best_match_node(self) -> Node:
+        """Where a load back would end, as SGLang 0.5.23 calls it."""
+        return self.last_host_node
+
 
 class FoundPrefix(NamedTuple):
     """Tokens of a prompt on the device, and behind them on the host. node: where those on the device end."""
@@ -153,33 +183,55 @@ class FoundPrefix(NamedTuple):
 
 
 class InsertParams(NamedTuple):
-    """value: int64 [tokens of key], the slots holding the key's data.
+    """value: int64 [tokens of key], the slots holding the key's data; None where slots hold nothing.
 
-    prev_prefix_len: leading tokens whose slots are the tree's already. swa_evicted_seqlen: leading tokens
-    whose window slots the request has freed; the allocator's map says the same. priority: None is 0.
     mamba_value: the record of the state behind `key`, which is in whole pages then.
+    prev_prefix_len: leading tokens whose slots are the tree's already. swa_evicted_seqlen: leading tokens
+    whose window slots the request has freed, whatever the allocator's map says. priority: None is 0.
     """
 
     key: RadixKey
-    value: torch.Tensor
+    value: torch.Tensor | None = None
+    mamba_value: int | None = None
     prev_prefix_len: int = 0
     swa_evicted_seqlen: int = 0
     chunked: bool = False
     priority: int | None = 0
-    mamba_value: int | None = None
+
+
+def insert_params(given: Any) -> Any:
+    """Itself, or SGLang's record of that name as ours: its versions have unlike fields."""
+    if isinstance(given, InsertParams):
+        return given
+    fields = InsertParams._field_defaults
+    values: dict[str, Any] = {name: getattr(given, name, default) for name, default in fields.items()}
+    evicted = getattr(given, "component_evicted_seqlens", None) or {}
+    for component, num_tokens in evicted.items():
+        if str(component) == "swa":
+            values["swa_evicted_seqlen"] = num_tokens
+    return InsertParams(given.key, **values)
 
 
 class InsertResult(NamedTuple):
     """prefix_len: leading tokens the tree had on the device. Those slots stay the caller's to free, but
-    `SWARadixCache`, as in upstream, has freed them from `prev_prefix_len` on."""
+    `SWARadixCache`, as in upstream, has freed them from `prev_prefix_len` on.
+
+    total_len: tokens of the key that the tree has now, and last_device_node: where they end; None, where
+    nothing was inserted. window_len: of these, how many at the end have window data. mamba_exist: a record
+    was there already, so `mamba_value` was freed.
+    """
 
     prefix_len: int
+    total_len: int = 0
+    last_device_node: Node | None = None
+    mamba_exist: bool = False
+    window_len: int = 0
 
 
 class EvictParams(NamedTuple):
     """mamba_num: records of recurrent state."""
 
-    num_tokens: int
+    num_tokens: int = 0
     swa_num_tokens: int = 0
     mamba_num: int = 0
 
@@ -236,3 +288,4 @@ class CacheStats(PoolStats):
     transfers: TransferStats | None
     window: PoolStats | None = None  # of sliding windows
     state: PoolStats | None = None  # of recurrent states, in records
+    intents: IntentStats = IntentStats()  # of wishes

@@ -71,6 +71,11 @@ class WindowPages:
         self._write(full, window)
         self._full[window] = full
 
+    def unpair(self, full: Pages) -> None:
+        """Have nothing lie beside these full pages, whose window pages somebody has freed already."""
+        if len(full):
+            self._write(full, None)
+
     def free(self, window: Pages, /) -> None:
         """Free them and forget beside what they lay."""
         full = self._full[window]

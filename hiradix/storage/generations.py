@@ -38,8 +38,7 @@ from hiradix.storage.batch import Batch
 from hiradix.storage.components import ComponentPages, PageDifference
 from hiradix.storage.guard.breaker import Troubles
 from hiradix.storage.guard.calls import as_answered, has_failed
-from hiradix.storage.guard.joining import StoragePart
-from hiradix.storage.guard.stores import PageStore, Stores
+from hiradix.storage.guard.stores import PageStore, StoragePart, Stores
 from hiradix.storage.opening import StoreSettings
 from hiradix.storage.protocol import Page
 from hiradix.storage.wrappers import quantise
@@ -503,6 +502,11 @@ class _Scope:
             if label not in self.trusted[component] and label not in self.rejected
         ]
 
+    def known_labels(self) -> list[bytes]:
+        """All labels, trusted or not: of pages that are to be gone whoever computed them."""
+        labels = [*self.records, *(label for labels in self.trusted for label in labels), *self.rejected]
+        return list(dict.fromkeys(labels))
+
     def saw_some(self, found: Mapping[bytes, bytes]) -> None:
         """These records are there, and perhaps others."""
         self.is_in_part = True
@@ -610,6 +614,31 @@ class _Part(PageStore):
         if whole.stores and self._guard.is_read_only:
             return self._guard.refuse(len(batch))
         return [not whole.stores] * len(batch)
+
+    def delete(self, keys: Sequence[str]) -> bool:
+        """As the guard's, out of every generation that is known, whoever computed it."""
+        batch = Batch.of(keys)
+        labels = self._whole.scope_of(batch.extra_key).known_labels()
+        return all([self._guard.delete(_in_generation(batch, label)) for label in labels])
+
+    def clear(self) -> bool:
+        """As the guard's: all generations."""
+        return self._guard.clear()
+
+    def forget_tenant(self, tenant: str) -> int | None:
+        """As the guard's: of all generations."""
+        return self._guard.forget_tenant(tenant)
+
+    def forget_behind(self, keys: Sequence[str]) -> int | None:
+        """As the guard's, out of every generation that is known."""
+        batch = Batch.of(keys)
+        labels = self._whole.scope_of(batch.extra_key).known_labels()
+        counts = [self._guard.forget_behind(_in_generation(batch, label)) for label in labels]
+        return None if None in counts else sum(count or 0 for count in counts)
+
+    def scrub(self) -> bool:
+        """As the guard's."""
+        return self._guard.scrub()
 
     def _labels(self, batch: Batch) -> tuple[bytes, ...]:
         return self._whole.readable(self._whole.scope_of(batch.extra_key), self._component)

@@ -36,6 +36,7 @@ from hiradix.transfer.jobs import (
     Chain,
     Copies,
     Copy,
+    DeletePayload,
     FailReason,
     JobKind,
     LoadBatch,
@@ -248,17 +249,25 @@ class HiCacheController:
         return self._submit(JobKind.READ, self._size(trailing), payload)
 
     def write_storage(
-        self, rows: PageRows, host_pages: PageIds, others: Iterable[TrailingPages] = ()
+        self, rows: PageRows, host_pages: PageIds, others: Iterable[TrailingPages] = (), store: str = ""
     ) -> Ticket:
         """Put host pages, the last ones of `rows`, into storage; earlier rows only carry the hash chain.
 
-        others: likewise of further components. They follow and count on.
+        others: likewise of further components. They follow and count on. store: of `other_stores`; "": the
+        attached one.
         """
-        payload = StorePayload(rows, as_trailing_pages(host_pages, others))
+        payload = StorePayload(rows, as_trailing_pages(host_pages, others), store)
         size = self._size(payload.trailing)
         if self.backs_up or self._storage_jobs.wants_computed:
             return self._submit(JobKind.STORE, size, payload)
         return self._job_table.take_for_granted(JobKind.STORE, size[0], self.epoch)
+
+    def delete(self, payload: DeletePayload) -> Ticket:
+        """Have storage forget pages, behind all that is to be stored by now. `num_pages` of the Result: those
+        whose names storage was told, or of a tenant those it had."""
+        if self.backs_up:
+            return self._submit(JobKind.DELETE, (payload.num_pages, 0), payload)
+        return self._job_table.take_for_granted(JobKind.DELETE, payload.num_pages, self.epoch)
 
     def prefetch(self, rows: PageRows, host_pages: PageIds) -> PrefetchOperation:
         """Look for the last pages of `rows` in storage, as many as `host_pages`, and read the leading ones
@@ -400,6 +409,23 @@ class HiCacheController:
             raise StorageError(self.attach_refusal)
         self._storage_jobs.use(storage)
         self._num_attached += 1
+
+    @property
+    def other_stores(self) -> tuple[str, ...]:
+        """Names of stores beside the attached one, to which pages may be copied."""
+        return tuple(self._storage_jobs.others)
+
+    def open_other(self, name: str, storage: Stores) -> None:
+        """Have `storage`, a part per pair of pools, as a store of that name beside the attached one, to copy
+        pages to. It is the controller's until `close_other`. StorageError: there is one of that name."""
+        if name in self._storage_jobs.others:
+            raise StorageError(f"a store {name!r} is open already")
+        self._storage_jobs.use_other(name, storage)
+
+    def close_other(self, name: str) -> Stores | None:
+        """Let go of a store, which is the caller's to close; None: there is none of that name. Jobs for it
+        fail."""
+        return self._storage_jobs.release_other(name)
 
     def detach(self, timeout_s: float) -> bool:
         """Fail queued storage jobs, wait for running ones, let go of the backend (its owner closes it).

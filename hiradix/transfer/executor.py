@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from hiradix.transfer.jobs import Chain, PageIds, Ticket, TrailingPages, TrailingWindow
+from hiradix.transfer.jobs import Chain, DeletePayload, PageIds, Ticket, TrailingPages, TrailingWindow
 from hiradix.transfer.runtime import TransferLimits
 from hiradix.tree.hashing import PageRows
 
 
 class StorageExecutor(Protocol):
-    """Lookups, reads and writes of storage. page_bytes: of a host page, per component."""
+    """Lookups, reads, writes and deletions of storage. page_bytes: of a host page, per component."""
 
     @property
     def limits(self) -> TransferLimits: ...
@@ -49,9 +49,12 @@ class StorageExecutor(Protocol):
         """Bring the named pages into host pages. See `HiCacheController.read`."""
 
     def write_storage(
-        self, rows: PageRows, host_pages: PageIds, others: Iterable[TrailingPages] = ()
+        self, rows: PageRows, host_pages: PageIds, others: Iterable[TrailingPages] = (), store: str = ""
     ) -> Ticket:
         """Put host pages, the last ones of `rows`, into storage. See `HiCacheController.write_storage`."""
+
+    def delete(self, payload: DeletePayload) -> Ticket:
+        """Have storage forget pages. See `HiCacheController.delete`."""
 
     def cancel(self, ticket: Ticket) -> None:
         """Have a job end early; its Result comes all the same."""

@@ -30,11 +30,12 @@ class JobKind(Enum):
     QUERY = "query"  # which leading pages does storage have
     READ = "read"  # storage to host
     STORE = "store"  # host to storage
+    DELETE = "delete"  # have storage forget pages
 
     __hash__ = object.__hash__  # tables by kind are looked up many times in a step; an enum's own is slow
 
 
-STORAGE_KINDS = (JobKind.QUERY, JobKind.READ, JobKind.STORE)
+STORAGE_KINDS = (JobKind.QUERY, JobKind.READ, JobKind.STORE, JobKind.DELETE)
 
 
 class FailReason(Enum):
@@ -46,6 +47,7 @@ class FailReason(Enum):
     DETACHED = "detached"
     RESET = "reset"
     CLOSED = "closed"
+    UNLISTED = "unlisted"  # the store cannot tell which pages it has of somebody, or behind a page
     BACKEND = "backend"  # the backend, or hashing for it, raised
     COPY = "copy"  # a copy raised
     BUG = "bug"  # one of our own assertions failed
@@ -134,19 +136,40 @@ class ReadPayload:
 
 @dataclass(frozen=True, eq=False)
 class StorePayload:
-    """Put `trailing`, the last pages of `rows`, into storage."""
+    """Put `trailing`, the last pages of `rows`, into storage. store: another one's name; "": the attached."""
 
     rows: PageRows
     trailing: AllTrailingPages
+    store: str = ""
 
     def __post_init__(self) -> None:
         if max(len(pages_of_pair.pages) for pages_of_pair in self.trailing) > len(self.rows):
             raise Misuse(f"{self.trailing} for {len(self.rows)} rows")
 
 
+@dataclass(frozen=True, eq=False)
+class DeletePayload:
+    """Have storage forget the last `num_pages` pages of `rows`, of all components.
+
+    continues: and all that it has behind them. tenant: all of that tenant's pages instead. is_all: all of this
+    model's instead. is_last: and then leave no bytes and no names of what was forgotten.
+    """
+
+    rows: PageRows
+    num_pages: int = 0
+    continues: bool = False
+    tenant: str | None = None
+    is_all: bool = False
+    is_last: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_pages > len(self.rows):
+            raise Misuse(f"{self.num_pages} pages of {len(self.rows)} rows")
+
+
 def pages_in_use(payload: Payload, kind: JobKind, pair: int) -> tuple[list[Pages], list[Pages]]:
     """The device pages and the host pages of one pair of pools that a job reads or fills."""
-    if isinstance(payload, QueryPayload):
+    if isinstance(payload, (QueryPayload, DeletePayload)):
         return [], []
     if isinstance(payload, (ReadPayload, StorePayload)):
         return [], [trailing.pages for trailing in payload.trailing if trailing.pair == pair]
@@ -156,7 +179,7 @@ def pages_in_use(payload: Payload, kind: JobKind, pair: int) -> tuple[list[Pages
     return (source, target) if kind is JobKind.WRITE else (target, source)
 
 
-Payload = Copies | LoadBatch | QueryPayload | ReadPayload | StorePayload
+Payload = Copies | LoadBatch | QueryPayload | ReadPayload | StorePayload | DeletePayload
 
 
 class Result(NamedTuple):

@@ -18,11 +18,14 @@ FOUR_WORKERS: Mapping[str, tuple[JobKind, ...]] = MappingProxyType(
         "load": (JobKind.LOAD,),
         "write": (JobKind.WRITE,),
         "fetch": (JobKind.QUERY, JobKind.READ),
-        "store": (JobKind.STORE,),
+        "store": (JobKind.STORE, JobKind.DELETE),  # what is to be forgotten has been stored by then
     }
 )
 TWO_WORKERS: Mapping[str, tuple[JobKind, ...]] = MappingProxyType(
-    {"copy": (JobKind.LOAD, JobKind.WRITE), "storage": (JobKind.QUERY, JobKind.READ, JobKind.STORE)}
+    {
+        "copy": (JobKind.LOAD, JobKind.WRITE),
+        "storage": (JobKind.QUERY, JobKind.READ, JobKind.STORE, JobKind.DELETE),
+    }
 )
 
 

@@ -18,6 +18,7 @@ from itertools import count
 from hiradix.transfer.jobs import (
     Chain,
     Copies,
+    DeletePayload,
     FailReason,
     JobKind,
     PageIds,
@@ -33,21 +34,28 @@ from hiradix.transfer.jobs import (
 from hiradix.transfer.runtime import TransferLimits
 from hiradix.tree.hashing import PageRows
 
+StoragePayload = QueryPayload | ReadPayload | StorePayload | DeletePayload
+
 
 @dataclass(frozen=True, eq=False)
 class StorageJob:
-    """A lookup, a read or a write of storage. Pools are named by their pair, as in each worker's
+    """A lookup, a read, a write or a deletion of storage. Pools are named by their pair, as in each worker's
     controller."""
 
     ticket: Ticket
-    payload: QueryPayload | ReadPayload | StorePayload
+    payload: StoragePayload
 
     @property
     def kind(self) -> JobKind:
         return _KINDS[type(self.payload)]
 
 
-_KINDS = {QueryPayload: JobKind.QUERY, ReadPayload: JobKind.READ, StorePayload: JobKind.STORE}
+_KINDS = {
+    QueryPayload: JobKind.QUERY,
+    ReadPayload: JobKind.READ,
+    StorePayload: JobKind.STORE,
+    DeletePayload: JobKind.DELETE,
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,10 +214,14 @@ class StepExecutor:
         return self._order(ReadPayload(tuple(hashes), trailing, None, extra_key, tenant, after))
 
     def write_storage(
-        self, rows: PageRows, host_pages: PageIds, others: Iterable[TrailingPages] = ()
+        self, rows: PageRows, host_pages: PageIds, others: Iterable[TrailingPages] = (), store: str = ""
     ) -> Ticket:
         """As `HiCacheController.write_storage`."""
-        return self._order(StorePayload(rows, as_trailing_pages(host_pages, others)))
+        return self._order(StorePayload(rows, as_trailing_pages(host_pages, others), store))
+
+    def delete(self, payload: DeletePayload) -> Ticket:
+        """As `HiCacheController.delete`."""
+        return self._order(payload)
 
     def cancel(self, ticket: Ticket) -> None:
         """Have a storage job end early. Its Result comes all the same: with the next `poll` if no step took
@@ -221,7 +233,7 @@ class StepExecutor:
             self._known.pop(ticket, None)
             self._results.append(Result(ticket, job.kind, 0, error="cancelled", reason=FailReason.CANCELLED))
 
-    def _order(self, payload: QueryPayload | ReadPayload | StorePayload) -> Ticket:
+    def _order(self, payload: StoragePayload) -> Ticket:
         job = StorageJob(self.new_ticket(), payload)
         self._storage_jobs[job.ticket] = job
         return job.ticket

@@ -16,6 +16,8 @@ from hiradix.storage.batch import ChainUse, LazyKeys
 from hiradix.storage.guard.calls import has_failed, reasons_of
 from hiradix.transfer.jobs import (
     BACKBONE_PAIR,
+    DeletePayload,
+    FailReason,
     JobKind,
     QueryPayload,
     ReadPayload,
@@ -24,7 +26,7 @@ from hiradix.transfer.jobs import (
     TrailingWindow,
 )
 from hiradix.transfer.runtime import Runtime
-from hiradix.transfer.worker import Steps, Task
+from hiradix.transfer.worker import Steps, Stopped, Task
 from hiradix.tree.hashing import PageRows
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ MAX_LOOKS = 256
 
 
 class StorageRunner:
-    """QUERY, READ and STORE against the attached backend, at most `batch_pages` pages per call.
+    """QUERY, READ, STORE and DELETE against the attached backend, at most `batch_pages` pages per call.
 
     `parts`: a guarded store for each host pool, none when no storage is attached. Set by attach and detach,
     never while a job runs.
@@ -43,6 +45,7 @@ class StorageRunner:
 
     def __init__(self, hosts: Sequence[HostPool], runtime: Runtime):
         self.parts: tuple[PageStore, ...] = ()
+        self.others: dict[str, Stores] = {}  # by name: stores beside the attached one
         self._hosts = tuple(hosts)
         self._hash_pages = runtime.hash_pages
         self._batch_pages = runtime.limits.batch_pages
@@ -50,6 +53,7 @@ class StorageRunner:
             JobKind.QUERY: self.query,
             JobKind.READ: self.read,
             JobKind.STORE: self.store,
+            JobKind.DELETE: self.delete,
         }
 
     def introduce(self, storage: Stores) -> None:
@@ -69,6 +73,19 @@ class StorageRunner:
     def release(self) -> None:
         """Serve no storage any more."""
         self.parts = ()
+
+    def use_other(self, name: str, storage: Stores) -> None:
+        """Store in `storage`, too, where a job names it."""
+        if len(storage.parts) != len(self._hosts):
+            raise StorageError(f"storage for {len(storage.parts)} components of {len(self._hosts)}")
+        self.introduce(storage)
+        self.others = {**self.others, name: storage}
+
+    def release_other(self, name: str) -> Stores | None:
+        """Store in that one no more."""
+        found = self.others.get(name)
+        self.others = {other: storage for other, storage in self.others.items() if other != name}
+        return found
 
     @property
     def wants_computed(self) -> bool:
@@ -122,13 +139,51 @@ class StorageRunner:
         for pages_of_pair in store.trailing:
             first = len(store.rows) - len(pages_of_pair.pages)
             use = _use_of_rows(task.hashes, store.rows, first, pages_of_pair.pair)
-            storage = self._part(pages_of_pair.pair)
+            storage = self._part(pages_of_pair.pair, store.store)
             for start in range(0, len(pages_of_pair.pages), self._batch_pages):
                 task.check()
                 batch = use.part(start, start + self._batch_pages)
                 if not _all_done(task, storage.put(batch, self._views(pages_of_pair, start))):
                     return
                 yield
+
+    def delete(self, task: Task) -> Iterator[None]:
+        """Have all components' stores forget pages by name, or all of a tenant's, or all of the model's."""
+        payload = task.payload
+        assert isinstance(payload, DeletePayload)
+        if payload.is_all:
+            for pair in range(len(self.parts)):
+                _done(self._part(pair).clear())
+                yield
+        elif payload.tenant is not None:
+            for pair in reversed(range(len(self.parts))):
+                task.num_pages = _listed(self._part(pair).forget_tenant(payload.tenant))
+                yield
+        else:
+            yield from self._delete_named(task, payload)
+        for pair in range(len(self.parts) if payload.is_last else 0):
+            _done(self._part(pair).scrub())
+            yield
+
+    def _delete_named(self, task: Task, payload: DeletePayload) -> Iterator[None]:
+        self._hash(task, payload.rows)
+        yield
+        first, is_unlisted = len(payload.rows) - payload.num_pages, False
+        for pair in reversed(range(len(self.parts))):
+            use, storage = _use_of_rows(task.hashes, payload.rows, first, pair), self._part(pair)
+            behind = 0
+            if payload.continues and payload.num_pages:
+                found = storage.forget_behind(use.part(payload.num_pages - 1, payload.num_pages))
+                is_unlisted, behind = is_unlisted or found is None, found or 0
+                yield
+            task.num_pages = behind
+            for start in range(0, payload.num_pages, self._batch_pages):
+                batch = use.part(start, start + self._batch_pages)
+                _done(storage.delete(batch))
+                task.num_pages += len(batch)
+                yield
+        if is_unlisted:
+            raise Stopped(FailReason.UNLISTED)
 
     # -- where hits end -------------------------------------------------------------------
 
@@ -172,7 +227,12 @@ class StorageRunner:
 
     # -- inside -----------------------------------------------------------------------------
 
-    def _part(self, pair: int) -> PageStore:
+    def _part(self, pair: int, store: str = "") -> PageStore:
+        if store:
+            other = self.others.get(store)
+            if other is None:
+                raise StorageError(f"no store {store!r} is open")
+            return other.parts[pair]
         if not self.parts:
             raise Misuse("a storage job is running with no storage attached")
         return self.parts[pair]
@@ -217,6 +277,19 @@ def _use_of_read(read: ReadPayload, pages_of_pair: TrailingPages) -> ChainUse:
 def _names(hashes: Sequence[bytes]) -> list[str]:
     """Storage's names of pages."""
     return [digest.hex() for digest in hashes]
+
+
+def _done(ok: bool) -> None:
+    """StorageError unless the store did as it was told."""
+    if not ok:
+        raise StorageError("the store did not forget what it was told to")
+
+
+def _listed(num_pages: int | None) -> int:
+    """How many pages there were; None stops the job: the store cannot tell."""
+    if num_pages is None:
+        raise Stopped(FailReason.UNLISTED)
+    return num_pages
 
 
 def _all_done(task: Task, answer: Sequence[bool]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import index
 from typing import Any, Final, SupportsIndex
@@ -40,7 +40,7 @@ class Namespace:
 
     @property
     def seed(self) -> bytes:
-        """What a chain of page hashes starts from."""
+        """The seed of this namespace's chains of page hashes."""
         return namespace_seed(self.extra_key, self.cache_salt)
 
     @property
@@ -58,14 +58,15 @@ PLAIN: Final = Namespace()
 
 
 def namespace(extra_key: Any, cache_salt: Any, is_bigram: bool) -> Namespace:
-    """The namespace of these; `PLAIN` itself where they are nothing. BadNamespace: they are no text."""
+    """The namespace of these three; the shared `PLAIN` where none is given. Raises BadNamespace for values that
+    are not text."""
     if extra_key is None and cache_salt is None and not is_bigram:
         return PLAIN
     return Namespace(_text("extra_key", extra_key), _text("cache_salt", cache_salt), is_bigram)
 
 
 def _text(field: str, value: Any) -> str | None:
-    """`value`, which pages in storage are named by: a text of whole characters, or None."""
+    """`value`, if it can be part of a storage key: None or valid Unicode text. Raises BadNamespace."""
     if value is None:
         return None
     if not isinstance(value, str):
@@ -97,12 +98,12 @@ _CLIENT: Final = "\0client:"
 
 
 def of_client(extra_key: str) -> str:
-    """A client's extra key as it is put into a namespace: itself, unless it begins as engines' own do."""
+    """A client's extra key as it is used in a namespace: escaped if it begins as the engines' own keys do."""
     return _CLIENT + extra_key if extra_key.startswith("\0") else extra_key
 
 
 def as_client_gave(extra_key: str) -> str:
-    """The other way round."""
+    """The inverse of `of_client`."""
     return extra_key[len(_CLIENT) :] if extra_key.startswith(_CLIENT) else extra_key
 
 
@@ -123,7 +124,7 @@ def packed(tokens: Tokens, start: int, stop: int) -> tuple[bytes, int]:
 
 
 def _packed_array(tokens: array[int], start: int, stop: int) -> tuple[bytes, int]:
-    """As `packed`, of `array('q')`. Takes its halves of four bytes, the lower first, and computes nothing."""
+    """As `packed`, for `array('q')`: picks the lower four bytes of each token, without arithmetic."""
     halves: Any
     if stop - start <= FEW_TOKENS:
         halves = memoryview(tokens)[start:stop].cast("B").cast("I")
@@ -155,6 +156,20 @@ def as_tokens(token_ids: Any) -> Tokens:
     return tokens
 
 
+def _is_pairs(token_ids: Any) -> bool:
+    return isinstance(token_ids, (list, tuple)) and len(token_ids) > 0 and isinstance(token_ids[0], tuple)
+
+
+def _unpaired(pairs: Sequence[Any]) -> Tokens:
+    """The tokens of bigrams written out, [(a, b), (b, c), ...], as SGLang 0.5.9 has them: [a, b, c, ...]."""
+    both = np.asarray(pairs)
+    if both.ndim != 2 or both.shape[1] != 2 or not np.array_equal(both[1:, 0], both[:-1, 1]):
+        raise TypeError(
+            "token_ids: bigrams must be pairs of which each begins with the token that one ends in"
+        )
+    return as_tokens(np.append(both[:, 0], both[-1, 1]))
+
+
 def _extra(given: Any) -> bytes | None:
     if given and not isinstance(given, bytes):
         raise TypeError(f"page extras must be bytes, got {type(given).__name__}")
@@ -170,9 +185,8 @@ def num_of(count: SupportsIndex) -> int:
 
 
 class Bookmark:
-    """Where in a tree the keys of one growing sequence were found last. The tree's to read and write.
-
-    slots: what a prefix cache answered last, its own.
+    """Where in a tree the keys of one growing sequence were found last. node: read and written by the tree
+    alone. slots: the prefix cache's last answer, read and written by it alone.
     """
 
     __slots__ = ("node", "slots")
@@ -185,9 +199,13 @@ class Bookmark:
 class RadixKey:
     """Tokens int64 [N] in a namespace. `len()` counts tokens, or the N - 1 bigrams if `is_bigram`.
 
+    It is a sequence of these: it iterates, is cut by slices, and equals a list of the same; an index gives the
+    key of that one token, as upstream's does.
+
     token_ids: list, `array('q')`, numpy array or CPU tensor; int64 buffers are viewed, not copied, so the
-        caller must not change tokens it has put into a key.
+        caller must not change tokens it has put into a key. With `is_bigram` also a list of pairs.
     extra_key, cache_salt: text or None; anything else is refused with BadNamespace.
+    limit: tokens of `token_ids` that count, None for all of them.
     page_extras: per page, a digest of what else decides the page's data (an image behind placeholder
         tokens), or None (or empty). Pages beyond its end have none. It counts pages from the key's start.
     bookmark: where it was found last, shared with its heads, and by all keys of a `TokenLog`.
@@ -199,6 +217,8 @@ class RadixKey:
     RadixKey([1, 2, 3, 4], len=4, Namespace(extra_key='adapter-1', cache_salt=None, is_bigram=False))
     >>> key.bigrams()
     RadixKey([1, 2, 3, 4, 5], len=4, Namespace(extra_key='adapter-1', cache_salt=None, is_bigram=True))
+    >>> list(key), key[1:3] == [2, 3], key[-1] == [5], list(key[:3].bigrams())
+    ([1, 2, 3, 4, 5], True, True, [(1, 2), (2, 3)])
     >>> RadixKey([1.5])
     Traceback (most recent call last):
     TypeError: token ids must be integers, got float64
@@ -214,14 +234,17 @@ class RadixKey:
         token_ids: Any,
         extra_key: Any = None,
         is_bigram: bool = False,
-        *,
+        limit: Any = None,
         cache_salt: Any = None,
+        *,
         page_extras: Sequence[bytes | None] | None = None,
     ):
         self._array: array[int] | None = None
         self._tokens = _NO_TOKENS  # of an array, each look at it makes a view of its own: it may grow
         if isinstance(token_ids, array) and token_ids.typecode == "q":
             self._array = token_ids
+        elif is_bigram and _is_pairs(token_ids):
+            self._tokens = _unpaired(token_ids)
         else:
             self._tokens = as_tokens(token_ids)
         self.bookmark = Bookmark()
@@ -230,6 +253,10 @@ class RadixKey:
             self.extras = tuple(map(_extra, page_extras))
         self.run, self.run_start, self.run_end, self.run_width = b"", 0, 0, NARROW
         num_tokens = len(self._tokens if self._array is None else self._array)
+        if limit is not None and num_of(limit) < num_tokens:
+            num_tokens = index(limit)
+            if self._array is None:
+                self._tokens = self._tokens[:num_tokens]
         self._set(namespace(extra_key, cache_salt, is_bigram), num_tokens)
 
     def _set(self, space: Namespace, num_tokens: int) -> None:
@@ -238,11 +265,10 @@ class RadixKey:
 
     @staticmethod
     def first(token_ids: Any, num_tokens: SupportsIndex, space: Namespace) -> RadixKey:
-        """The key of the first `num_tokens` tokens, or of all if there are fewer. Looks at none.
+        """The key of the first `num_tokens` tokens, or of all if there are fewer. O(1): reads no token.
 
-        ValueError for fewer than none.
-
-        An `array('q')` may grow while the key lives; its tokens may not change.
+        An `array('q')` may grow while the key lives; its tokens may not change. Raises ValueError for a negative
+        count.
         """
         count = num_of(num_tokens)
         key = RadixKey(token_ids)
@@ -252,9 +278,9 @@ class RadixKey:
         return key
 
     def resume(self, token_ids: Any, num_tokens: SupportsIndex, space: Namespace) -> bool:
-        """Become the key of the first `num_tokens` tokens, which may be more or fewer, with what is packed.
-
-        False, and no change, unless it is of this very `array('q')` and namespace.
+        """Make this the key of the first `num_tokens` tokens, more or fewer than before, and keep what is
+        packed: a sequence that grows needs no new key. False, with nothing changed, unless it is a key of this
+        very `array('q')` and of this namespace.
         """
         known = self._array
         if known is None or known is not token_ids or self.space != space:
@@ -264,7 +290,7 @@ class RadixKey:
 
     @property
     def tokens(self) -> Tokens:
-        """int64 [num_tokens]: a view. An `array('q')` cannot grow while somebody has one of it."""
+        """int64 [num_tokens]: a view. While it is referred to, an `array('q')` cannot grow."""
         return self._tokens if self._array is None else as_tokens(self._array)[: self.num_tokens]
 
     def _like(self, tokens: Tokens, space: Namespace) -> RadixKey:
@@ -273,7 +299,7 @@ class RadixKey:
         key._set(space, len(tokens))
         return key
 
-    # -- what a caller knows it by --------------------------------------------------------
+    # -- SGLang's names -------------------------------------------------------------------
 
     @property
     def extra_key(self) -> str | None:
@@ -288,11 +314,30 @@ class RadixKey:
         return self.space.is_bigram
 
     @property
-    def token_ids(self) -> Tokens:
-        return self.tokens
+    def token_ids(self) -> list[int]:
+        """The tokens as a list, which is made at each call; `tokens` is a view."""
+        tokens: list[int] = self.tokens.tolist()
+        return tokens
 
     def __len__(self) -> int:
         return self._len
+
+    def __iter__(self) -> Iterator[Any]:
+        """Each token, or the two tokens of each bigram."""
+        tokens = self.token_ids
+        return iter(list(zip(tokens, tokens[1:], strict=False)) if self.space.is_bigram else tokens)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether it is the same key; of a list, whether it has what this iterates over."""
+        if isinstance(other, RadixKey):
+            is_same = self.space == other.space and self.extras == other.extras
+            return is_same and np.array_equal(self.tokens, other.tokens)
+        if isinstance(other, (list, array)):
+            return len(other) == self._len and list(self) == list(other)
+        return NotImplemented
+
+    def __hash__(self) -> int:
+        return hash((self.space, self.tokens.tobytes()))
 
     def __repr__(self) -> str:
         shown = ", ".join(map(str, self.tokens[:8].tolist())) + (", ..." if len(self.tokens) > 8 else "")
@@ -300,8 +345,18 @@ class RadixKey:
 
     # -- parts of it ------------------------------------------------------------------------
 
-    def __getitem__(self, part: slice) -> RadixKey:
-        """The first tokens (or bigrams) of the key, in its namespace: `key[:n]`. A view."""
+    def __getitem__(self, part: Any) -> RadixKey:
+        """The key of these tokens (or bigrams), in its namespace: `key[:n]`, `key[m:n]`, `key[i]`. A view.
+
+        ValueError for other steps than 1, and of a key with page extras for what does not start where it does:
+        extras belong to pages. IndexError.
+        """
+        if not isinstance(part, slice):
+            at = index(part)
+            at += self._len if at < 0 else 0
+            if not 0 <= at < self._len:
+                raise IndexError(f"a key of {self._len} has no {part}")
+            part = slice(at, at + 1)
         start, stop, step = part.indices(self._len)
         if step != 1 or (start and self.extras is not None):
             raise ValueError(f"only key[:n] is a key, got {part}")
@@ -322,19 +377,19 @@ class RadixKey:
         return self._len // index(page_size)
 
     def head(self, num_pages: SupportsIndex, page_size: SupportsIndex) -> RadixKey:
-        """The key's first `num_pages` pages. ValueError for fewer than none."""
+        """The key of the first `num_pages` pages. Raises ValueError for a negative count."""
         return self[: num_of(num_pages) * index(page_size)]
 
     def bigrams(self) -> RadixKey:
         """The same tokens seen as bigrams. A view."""
         return self._like(self.tokens, Namespace(self.extra_key, self.cache_salt, True))
 
-    # -- what the tree reads ------------------------------------------------------------------
+    # -- for the tree -------------------------------------------------------------------------
 
     def load(self, start: int, num_tokens: int) -> None:
-        """Make `run` hold tokens [start, start + num_tokens) at least; a window of the key, packed.
+        """Pack a window of the key into `run` that has at least tokens [start, start + num_tokens).
 
-        run: bytes of tokens [run_start, run_end), 4 bytes each, or 8 if one of them does not fit.
+        run: the bytes of tokens [run_start, run_end), 4 each, or 8 if one of them does not fit.
         """
         window = WINDOW_TOKENS if self.run else FIRST_WINDOW
         self.run_start = start
@@ -351,7 +406,7 @@ class RadixKey:
         return self._packed(start, end)
 
     def span(self, start: int, end: int) -> tuple[bytes, int, int]:
-        """As `packed`, but what has these bytes, and from where up to where: no copy if `run` has them."""
+        """As `packed`, without a copy where `run` has the tokens: (buffer, first byte, end)."""
         if self.run_width == NARROW and self.run_start <= start and end <= self.run_end:
             return self.run, (start - self.run_start) * NARROW, (end - self.run_start) * NARROW
         run = self._packed(start, end)[0]
@@ -369,7 +424,8 @@ class RadixKey:
         return packed(self.tokens, start, end)
 
     def row(self, page: int, page_size: int) -> Hashable:
-        """Names a page below its parent: equal iff tokens, extra and (for page 0) namespace are."""
+        """The key of a page among its parent's children: equal if and only if tokens, extra and (for page 0)
+        namespace are equal."""
         at = page * page_size
         row: Hashable = self.packed(at, at + page_size + self.space.lookahead)[0]
         if self.extras is not None and (extra := self.extra(page)) is not None:

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from hiradix.adapters.sglang import cache_factory
-from hiradix.adapters.sglang.engine_views import AllocatorPort
 from hiradix.errors import ConfigError
 from hiradix.prefix_cache import ModelIdentity
+from hiradix.prefix_cache.allocator_ports import AllocatorPort
 from hiradix.prefix_cache.slots import SlotTable
 
 PAGES, SIZE, HEADS, KEY, VALUE, LAYERS = 5, 4, 2, 8, 6, 3

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from hiradix.adapters.sglang.engine_views import AllocatorPort, Rows
+from hiradix.adapters.sglang.engine_views import Rows
+from hiradix.prefix_cache.allocator_ports import AllocatorPort
 from hiradix.tree.ids_numpy import FEW_PAGES
 
 SIZE = 4

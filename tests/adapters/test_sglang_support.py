@@ -11,10 +11,10 @@ import torch
 
 from hiradix.adapters.sglang import plugin
 from hiradix.adapters.sglang.cache_factory import build_cache
-from hiradix.adapters.sglang.engine_views import AllocatorPort, HybridPort
 from hiradix.adapters.sglang.support import Api, api_of, refuse_allocator, refuse_flags, warn_if_untested
 from hiradix.errors import ConfigError
 from hiradix.memory import HybridSlotAllocator
+from hiradix.prefix_cache.allocator_ports import AllocatorPort, HybridPort
 
 
 def base_class(*abstract: str) -> type:

@@ -120,7 +120,7 @@ class PrefixCacheContract(_Contract):
         b.finish(req, insert=False)
         b.settle()
         b.check()
-        assert b.cache.protected_size() == 0 and tokens_of(b.cache.total_size()) == 4
+        assert b.cache.full_protected_size() == 0 and tokens_of(b.cache.total_size()) == 4
 
     @pytest.mark.parametrize("field", ["extra_key", "cache_salt"])
     def test_no_hit_crosses_a_namespace(self, bench: Make, field: str) -> None:
@@ -170,7 +170,7 @@ class PrefixCacheContract(_Contract):
         setattr(req, field, None)
         b.finish(req, insert=False)
         b.settle()
-        assert b.cache.protected_size() == 0
+        assert b.cache.full_protected_size() == 0
         b.check()
 
     def prefetched(self, b: Bench, req: Request) -> None:
@@ -199,10 +199,10 @@ class PrefixCacheContract(_Contract):
     def test_a_match_takes_and_frees_nothing(self, bench: Make) -> None:
         b = bench()
         served(b, prompt(40))
-        sizes = b.cache.total_size(), b.cache.evictable_size(), b.allocator.available_size()
+        sizes = b.cache.total_size(), b.cache.full_evictable_size(), b.allocator.available_size()
         for n in range(0, 44, 3):
             found(b, prompt(n) + [7, 7, 7])
-        assert sizes == (b.cache.total_size(), b.cache.evictable_size(), b.allocator.available_size())
+        assert sizes == (b.cache.total_size(), b.cache.full_evictable_size(), b.allocator.available_size())
         b.check()
 
     # -- insert, lock, evict --------------------------------------------------------------
@@ -224,7 +224,7 @@ class PrefixCacheContract(_Contract):
         node = found(b, prompt(24)).last_device_node
         receipt, again = b.cache.inc_lock_ref(node), b.cache.inc_lock_ref(node)
         assert (receipt.delta, again.delta) == (-24, 0)
-        assert b.cache.protected_size() == 24 and b.cache.evictable_size() == 12
+        assert b.cache.full_protected_size() == 24 and b.cache.full_evictable_size() == 12
         assert b.cache.evict(EVERYTHING).num_tokens_evicted == 12
         assert b.cache.dec_lock_ref(node, again) == 0
         assert b.cache.evict(EVERYTHING).num_tokens_evicted == 0
@@ -237,9 +237,9 @@ class PrefixCacheContract(_Contract):
         b = bench()
         node, receipt = locked(b, prompt(24))
         found(b, prompt(8) + [7] * 8)
-        assert b.cache.evict(EVERYTHING).num_tokens_evicted == 0 and b.cache.protected_size() == 24
+        assert b.cache.evict(EVERYTHING).num_tokens_evicted == 0 and b.cache.full_protected_size() == 24
         b.cache.dec_lock_ref(node, receipt)
-        assert b.cache.protected_size() == 0
+        assert b.cache.full_protected_size() == 0
         b.check()
 
     def test_eviction_frees_what_is_asked_for_the_coldest_first(self, bench: Make) -> None:
@@ -270,10 +270,10 @@ class PrefixCacheContract(_Contract):
             held.append(b.cache.inc_lock_ref(found(b, prompt(8, start=100 * i)).last_device_node))
             full = b.cache.full_evictable_size() + b.cache.full_protected_size()
             assert full == tokens_of(b.cache.total_size()) == len(b.cache.all_values_flatten())
-            assert b.cache.evictable_size() == b.cache.full_evictable_size()
+            assert b.cache.full_evictable_size() == b.cache.full_evictable_size()
         for receipt in held:
             b.cache.dec_lock_ref(receipt.lock.node, receipt)
-        assert b.cache.protected_size() == 0
+        assert b.cache.full_protected_size() == 0
         b.check()
 
     # -- a long prefill -------------------------------------------------------------------
@@ -315,7 +315,7 @@ class PrefixCacheContract(_Contract):
         node, receipt = locked(b, prompt(20))
         b.cache.reset()
         served(b, prompt(20))
-        assert b.cache.dec_lock_ref(node, receipt) == 0 and b.cache.protected_size() == 0
+        assert b.cache.dec_lock_ref(node, receipt) == 0 and b.cache.full_protected_size() == 0
         b.check()
 
     def test_a_cache_that_is_off_never_reuses_and_never_leaks(self, bench: Make) -> None:
@@ -334,7 +334,7 @@ class PrefixCacheContract(_Contract):
         b.cache.pretty_print()
         shown = capsys.readouterr().out
         assert "device" in shown and "hits" in shown
-        free, evictable = b.allocator.available_size(), b.cache.evictable_size()
+        free, evictable = b.allocator.available_size(), b.cache.full_evictable_size()
         text = b.cache.available_and_evictable_str()
         assert str(evictable) in text and str(free + evictable) in text
         b.cache.sanity_check()
@@ -372,7 +372,7 @@ class PrefixCacheContract(_Contract):
             return b.start(base + tail, share=rng.random() < 0.8, **space)
 
         hits = sum(b.live(rng, 150, begin))
-        assert b.cache.protected_size() == 0 and is_enough(hits > 50)
+        assert b.cache.full_protected_size() == 0 and is_enough(hits > 50)
         b.cache.evict(EVERYTHING)
         assert tokens_of(b.cache.total_size()) == 0
 

@@ -10,21 +10,10 @@ from typing import Any
 
 import torch
 
-from hiradix.cache import HostTier
+from hiradix.cache.pages import BACKBONE
 from hiradix.config import ExtraConfig
-from hiradix.memory import (
-    DevicePool,
-    HostPool,
-    HybridSlotAllocator,
-    KVShape,
-    PageAllocator,
-    SlotAllocator,
-    make_transport,
-)
-from hiradix.policy.prefetch_policy import PrefetchPolicy
-from hiradix.policy.write_policy import WritePolicy
+from hiradix.memory import DevicePool, HybridSlotAllocator, KVShape, SlotAllocator
 from hiradix.prefix_cache import (
-    CacheInitParams,
     EvictParams,
     HiRadixCache,
     InsertParams,
@@ -33,16 +22,16 @@ from hiradix.prefix_cache import (
     RadixKey,
     SWARadixCache,
 )
-from hiradix.prefix_cache.attached import prefetch_limits
 from hiradix.prefix_cache.records import WINDOW
-from hiradix.transfer import HiCacheController, Runtime, StepDriver
+from hiradix.transfer import Runtime, StepDriver
 from hiradix.tree import AS_INSERTED, DeadLeaf, Node, Tier
 from hiradix.tree.walk import walk
 from tests.cache.world import SimulatedStorage
+from tests.differential.door import OLDEST, init_params, server_args
 from tests.differential.last_walks import LastWalks
 from tests.differential.moves import Player
 from tests.differential.sides import Found, Pages, Request, RequestTable, Side, page_stamps
-from tests.differential.streams import Stream
+from tests.differential.streams import Setup, Stream
 from tests.differential.windows import WindowSide
 from tests.transfer.doubles import guarded
 
@@ -88,43 +77,40 @@ class OurSide(Side):
     records = RECORDS
     rest: Node | None = None  # what the walk under way will leave of a node
 
-    def __init__(self, stream: Stream, manner: Manner):
-        setup = stream.setup
-        self.page_size, self.manner = setup.page_size, manner
-        self.pool = DevicePool(SHAPE, setup.num_pages, setup.page_size)
-        self.kv = self.pool.k_buffer[0].view(-1)
+    def __init__(self, setup: Setup, manner: Manner, version: str = OLDEST):
+        self.page_size, self.manner, self.version = setup.page_size, manner, version
         self.rows = RequestTable()
-        self.allocator = SlotAllocator(setup.num_pages * setup.page_size, setup.page_size, "cpu", self.pool)
-        params = CacheInitParams(False, self.rows, self.allocator, setup.page_size)
-        self._host: PageAllocator | None = None
+        self._host: Any = None
         self._taken: Any = None
-        self.cache: Any = RadixCache(params)
-        if setup.host_ratio:
-            num_host = int(setup.num_pages * setup.host_ratio)
-            self._host = PageAllocator(num_host)
-            self._taken = self._host.alloc(setup.host_taken) if setup.host_taken else None
-            tier = self._host_tier(num_host, setup.write_policy)
-            self.cache = HiRadixCache(params, tier, _no_storage if not setup.storage else _in_memory)
-            if setup.storage:
-                self.cache.attached.attach("memory", ExtraConfig())
+        self.make_pools(setup)
+        params = self.params()
+        self.cache: Any = self._tiered(params, setup) if setup.host_ratio else RadixCache(params)
         if manner.as_inserted:
             self.cache.tree._residencies.granularity = AS_INSERTED  # the class has no parameter for it
 
-    def _host_tier(self, num_host: int, write_policy: str) -> HostTier:
-        host_pool = HostPool(SHAPE, num_host, self.page_size, layout="layer_first")
-        transport = make_transport("kernel", "cpu")
+    def make_pools(self, setup: Setup) -> None:
+        """Make `allocator` and `kv`."""
+        pool = DevicePool(SHAPE, setup.num_pages, setup.page_size)
+        self.kv = pool.k_buffer[0].view(-1)
+        self.allocator = SlotAllocator(setup.num_pages * setup.page_size, setup.page_size, "cpu", pool)
+
+    def params(self) -> Any:
+        """SGLang's CacheInitParams."""
+        return init_params(self.version)(False, self.rows, self.allocator, self.page_size)
+
+    def _tiered(self, params: Any, setup: Setup) -> HiRadixCache:
         driver = StepDriver()
-        controller = HiCacheController(
-            self.pool, host_pool, transport=transport, runtime=Runtime(driver=driver, clock=driver.now)
-        )
-        assert self._host is not None
-        limits = prefetch_limits(self.page_size, ExtraConfig(prefetch_threshold=1))
-        prefetch = PrefetchPolicy.from_name("wait_complete", limits)
-        policy = WritePolicy.from_name(write_policy)
-        return HostTier(self._host, controller, policy, prefetch, no_regret=False)
+        runtime = Runtime(driver=driver, clock=driver.now)
+        flags = server_args(setup, hicache_no_regret=False)  # the flag is ours
+        cache = HiRadixCache(params, flags, storage_factory=_in_memory, runtime=runtime)
+        self._host = cache.cache.supply.host_pools[BACKBONE]
+        self._taken = self._host.alloc(setup.host_taken) if setup.host_taken else None
+        if setup.storage:
+            cache.attached.attach("memory", ExtraConfig())
+        return cache
 
     def before_walk(self, namespace: str | None, tokens: list[int]) -> None:
-        tree, key = self.cache.tree, self.key(namespace, tokens).page_aligned(self.page_size)
+        tree, key = self.cache.tree, RadixKey(tokens, namespace).page_aligned(self.page_size)
         _, self.rest, _ = walk(tree.root, key, len(key) // self.page_size, self.page_size)
         if self.rest is not None and self.manner.touch_rest:
             tree.match(key)  # cuts it
@@ -175,18 +161,14 @@ class OurSide(Side):
 class OurWindowSide(WindowSide, OurSide):
     """A side over `SWARadixCache`."""
 
-    def __init__(self, stream: Stream, manner: Manner):
-        setup = stream.setup
-        self.page_size, self.manner, self.window = setup.page_size, manner, setup.window
-        num_full, num_window = setup.num_pages * self.page_size, setup.num_window_pages * self.page_size
-        self.allocator = HybridSlotAllocator(num_full, num_window, self.page_size)
-        self.kv = torch.zeros(num_full + self.page_size, dtype=torch.int64)
-        self.window_kv = torch.zeros(num_window + self.page_size, dtype=torch.int64)
-        self.rows = RequestTable()
+    def __init__(self, setup: Setup, manner: Manner, version: str = OLDEST):
+        self.page_size, self.manner, self.version = setup.page_size, manner, version
+        self.window, self.rows = setup.window, RequestTable()
         self._host = self._taken = None
-        self.cache = SWARadixCache(
-            CacheInitParams(False, self.rows, self.allocator, self.page_size, sliding_window_size=self.window)
-        )
+        self.make_pools(setup)
+        params = self.params()
+        params.sliding_window_size = self.window
+        self.cache = SWARadixCache(params)
         store = self.cache.tree._residencies
         if manner.as_inserted:
             store.granularity = AS_INSERTED
@@ -196,6 +178,12 @@ class OurWindowSide(WindowSide, OurSide):
         if manner.window_leaves:
             self._cut_new_leaves(self.cache.tree)
         self.walks = LastWalks(self.cache.tree, self.window) if manner.by_last_walk else None
+
+    def make_pools(self, setup: Setup) -> None:
+        num_full, num_window = setup.num_pages * self.page_size, setup.num_window_pages * self.page_size
+        self.allocator = HybridSlotAllocator(num_full, num_window, self.page_size)
+        self.kv = torch.zeros(num_full + self.page_size, dtype=torch.int64)
+        self.window_kv = torch.zeros(num_window + self.page_size, dtype=torch.int64)
 
     def _drop_with_window(self, store: Any) -> None:
         drop = store.drop
@@ -248,7 +236,7 @@ class OurWindowSide(WindowSide, OurSide):
             self._touch_inserted(request.extra_key, request.fill_ids)
 
     def _touch_inserted(self, namespace: str | None, tokens: list[int]) -> None:
-        key, tree = self.key(namespace, tokens).page_aligned(self.page_size), self.cache.tree
+        key, tree = RadixKey(tokens, namespace).page_aligned(self.page_size), self.cache.tree
         path = list(tree.path(tree._walk(tree.root, key)))[::-1]
         if self.rest is not None:
             upper = next((i for i, node in enumerate(path) if node is self.rest.parent), len(path) - 1)
@@ -280,12 +268,8 @@ def _in_memory(name: str, extra: object) -> Any:
     return guarded(SimulatedStorage(random.Random(0)))
 
 
-def _no_storage(name: str, extra: object) -> Any:
-    raise AssertionError("no storage in this comparison")
-
-
-def run(stream: Stream, manner: Manner = AS_SHIPPED) -> list[dict[str, Any]]:
-    """What is seen after each move."""
+def run(stream: Stream, manner: Manner = AS_SHIPPED, version: str = OLDEST) -> list[dict[str, Any]]:
+    """What is seen after each move. version: of SGLang, whose records build the cache."""
     side = OurWindowSide if stream.setup.window else OurSide
-    player = Player(side(stream, manner), stream.setup.page_size)
+    player = Player(side(stream.setup, manner, version), stream.setup.page_size)
     return [player.play(move) for move in stream.moves]

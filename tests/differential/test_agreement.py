@@ -60,16 +60,18 @@ def theirs() -> dict[Lane, list[Seen]]:
 
 
 @cache
-def _own(kind: str, setup: Setup, manner: Manner, seeds: int) -> list[tuple[Stream, Seen]]:
+def _own(kind: str, setup: Setup, manner: Manner, seeds: int, version: str) -> list[tuple[Stream, Seen]]:
     lane = Lane("", kind, setup, manner)
-    return [(stream, ours.run(stream, manner)) for stream in lane.streams(seeds)]
+    return [(stream, ours.run(stream, manner, version)) for stream in lane.streams(seeds)]
 
 
 @pytest.mark.parametrize("lane", LANES, ids=str)
 def test_every_move_has_the_same_outcome(lane: Lane, theirs: dict[Lane, list[Seen]]) -> None:
     happened: Counter[str] = Counter()
     count = num_seeds(lane)
-    for (stream, own), seen in zip(_own(lane.kind, lane.setup, lane.manner, count), theirs[lane]):
+    for (stream, own), seen in zip(
+        _own(lane.kind, lane.setup, lane.manner, count, lane.version), theirs[lane]
+    ):
         at = parting(comparable(seen, lane), comparable(own, lane))
         assert at is None, explain(stream, seen, own, at)
         assert all(step["exact"] for step in own), stream.name
@@ -101,7 +103,7 @@ def test_a_difference_would_be_seen(theirs: dict[Lane, list[Seen]]) -> None:
             if (lane.kind, lane.peer, bool(lane.setup.window)) == ("anywhere", peer, is_windowed)
         )
         apart = [
-            parting(comparable(seen, lane), comparable(ours.run(stream, ours.AS_SHIPPED), lane))
+            parting(comparable(seen, lane), comparable(ours.run(stream, ours.AS_SHIPPED, lane.version), lane))
             for stream, seen in zip(lane.streams(num_seeds(lane)), theirs[lane])
         ]
         assert any(at is not None for at in apart), lane

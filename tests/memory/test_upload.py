@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from hiradix.adapters.sglang.engine_views import AllocatorPort
 from hiradix.memory import SlotAllocator
 from hiradix.memory.upload import upload
+from hiradix.prefix_cache.allocator_ports import AllocatorPort
 from hiradix.prefix_cache.slots import SlotTable, slots_of
 from hiradix.tree import ids
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hiradix.apps.configure.example import example_toml
 from hiradix.apps.lmcache.keys import lmcache_markdown
+from hiradix.apps.server.fields import fields_markdown
 from hiradix.apps.server.flag_table import flags_markdown
 from hiradix.storage.attach.tables import storage_keys_markdown
 
@@ -17,6 +18,7 @@ BEGIN = "<!-- made by python -m tests.project.generated -->\n"
 END = "<!-- end -->\n"
 PAGES: dict[str, Callable[[], str]] = {
     "flags.md": flags_markdown,
+    "http-api.md": fields_markdown,
     "lmcache.md": lmcache_markdown,
     "storage-keys.md": storage_keys_markdown,
 }

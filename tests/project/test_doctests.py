@@ -15,7 +15,7 @@ EXPECTED = (
     "hiradix.memory.allocator.SlotAllocator",
     "hiradix.policy.eviction.make_order",
     "hiradix.policy.eviction.register_eviction_policy",
-    "hiradix.prefix_cache.factory.build_prefix_cache",
+    "hiradix.prefix_cache.build.build_prefix_cache",
     "hiradix.prefix_cache.names.HiRadixCache",
     "hiradix.prefix_cache.names.RadixCache",
     "hiradix.prefix_cache.names.StateRadixCache",

@@ -15,7 +15,9 @@ from hiradix.apps.engine.api import EngineBusy
 from hiradix.apps.server import intake as intake_module
 from hiradix.apps.server.bounded_executor import BoundedExecutor
 from hiradix.apps.server.intake import FREE_BYTES, LARGE_CHARS, Intake
-from hiradix.apps.server.schema import MAX_STOP_CHARS, GenerationBody, MessageBody
+from hiradix.apps.server.messages import MessageBody
+from hiradix.apps.server.sampling import GenerationBody
+from hiradix.apps.server.schema import MAX_STOP_CHARS
 from tests.server.scripted import CharTokenizer, ScriptedService, application, piece
 
 WAIT_S = 60.0
@@ -129,7 +131,7 @@ def test_a_stop_string_which_is_kept_to_the_end_has_a_length(stop: object) -> No
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/keep_alive"])
 def test_a_body_that_never_comes_is_given_up(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hiradix.apps.server.schema.BODY_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("hiradix.apps.server.intake.BODY_TIMEOUT_S", 0.01)
 
     async def work() -> None:
         call = await Call(application(ScriptedService()), path).send(b"{", more=True)

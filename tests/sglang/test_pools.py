@@ -27,9 +27,9 @@ from sglang.srt.mem_cache.index_key_cache import IndexKeyCache
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from hiradix.adapters.sglang.cache_factory import gate_reads
-from hiradix.adapters.sglang.pools import REFUSED, device_pool, layout_of, state_pool, window_pools
 from hiradix.errors import ConfigError
 from hiradix.memory import DevicePool, HostPool, make_transport
+from hiradix.memory.engine_pools import REFUSED, device_pool, layout_of, state_pool, window_pools
 from hiradix.prefix_cache.identity import ModelIdentity, stored_pages
 from hiradix.storage import Batch, open_stores
 from hiradix.transfer.gate import LayerDoneCounter, LoadFailed

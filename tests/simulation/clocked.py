@@ -274,7 +274,7 @@ class ClockedWorld:
         )  # fmt: skip
         storage = self._open_storage()
         params = CacheInitParams(False, rows, allocator, SIZE)
-        self.cache = HiRadixCache(params, host, lambda name, extra: storage)
+        self.cache = HiRadixCache(params, host=host, storage_factory=lambda name, extra: storage)
         ok, message = self.cache.attach_storage_backend("sim", json.dumps({"prefetch_threshold": SIZE}))
         assert ok, message
         prices = Prices(self.cache.no_regret, SIZE)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import logging
 import os
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from hiradix.adapters.admin import port_of_environment
 from hiradix.adapters.rope import DYNAMIC, LONG, lengths_that_decide, unfixed
-from hiradix.adapters.sglang.engine_views import AllocatorPort, ControllerView, FencedStreams, HybridPort
+from hiradix.adapters.sglang.engine_views import ControllerView, FencedStreams
 from hiradix.adapters.sglang.lora_adapters import LoraAdapters, keep_apart
-from hiradix.adapters.sglang.pools import device_pool, layout_of, state_pools, window_pools
 from hiradix.adapters.sglang.settings import own_settings
 from hiradix.adapters.sglang.states import StateRecords, require_known_states
 from hiradix.adapters.sglang.support import (
@@ -31,10 +29,9 @@ from hiradix.adapters.sglang.weights import UNSEEN, Weights
 from hiradix.config import (
     ExtraConfig,
     HiCacheConfig,
-    parse_extra_config,
     without_host_tier,
 )
-from hiradix.config_files import load_mapping
+from hiradix.memory.engine_pools import device_pool, layout_of, state_pools, window_pools
 from hiradix.prefix_cache import (
     CacheInitParams,
     ModelIdentity,
@@ -44,14 +41,23 @@ from hiradix.prefix_cache import (
     origin_of,
     run_with,
 )
+from hiradix.prefix_cache.allocator_ports import AllocatorPort, HybridPort
+from hiradix.prefix_cache.upstream import (
+    USUAL_FORMATS,
+    as_ours,
+    cache_config,
+    extra_config,
+    gate_pool,
+    layers_of,
+    load_format,
+    names_are_hub,
+    run_options,
+)
 from hiradix.storage.attach.rules import AttachRules, default_of, rules_of
 from hiradix.transfer import Runtime
 from hiradix.transfer.process_group import least_over, place_in
 
 logger = logging.getLogger(__name__)
-
-# Of a folder that has safetensors these read the same; others say which files count, or read other places.
-_USUAL_FORMATS = ("", "auto", "safetensors", "fastsafetensors", "instanttensor", "layered", "runai_streamer")
 
 
 def build_cache(context: Any) -> Any:
@@ -166,7 +172,7 @@ def _refuse_ropes(context: Any) -> None:
 
 
 def _refuse_legacy(context: Any, flags: Any) -> None:
-    """What needs more than the older contract has."""
+    """Refuse settings that need more than the older contract has."""
     needs = f"it needs SGLang {TESTED}, this is {installed_version()}"
     if context.is_hybrid_swa or context.is_hybrid_ssm:
         raise refusal("This model", f"it mixes full attention and other layers, and {needs}")
@@ -184,7 +190,7 @@ def _build(context: Any, flags: Any, api: Api) -> Any:
     given = getattr(flags, "lora_paths", None)
     if given or getattr(flags, "enable_lora", False):
         keep_apart()
-    adapters = LoraAdapters.given(given if context.enable_hierarchical_cache else None, _names_are_hub())
+    adapters = LoraAdapters.given(given if context.enable_hierarchical_cache else None, names_are_hub())
     weights = _weights_of(context, flags) if context.enable_hierarchical_cache else UNSEEN
     inner = _inner(context, flags, adapters, weights, None if streams is None else Runtime(streams=streams))
     controller = None
@@ -206,10 +212,13 @@ def _build(context: Any, flags: Any, api: Api) -> Any:
     watch_updates()
     follow_queue()
     cache = HiRadixHostCache(params, inner, controller, adapters)
-    extra = _extra_config(flags)
+    extra = extra_config(flags)
     cache.watch(weights, extra)
     cache.read_attach_rules = partial(_attach_rules, flags.hicache_storage_backend, extra)
     cache.attach_rules = cache.read_attach_rules()
+    port = port_of_environment(os.environ)
+    if port is not None:
+        cache.listen(port, getattr(flags, "admin_api_key", None))
     return cache
 
 
@@ -237,9 +246,8 @@ def streams_for(device: torch.device, tp_worker: Any) -> FencedStreams | None:
 
 def gate_reads(params: Any, tp_worker: Any, gate: Any) -> None:
     """Have a layer of SGLang's pool read only when its load back has come so far."""
-    kvcache, requests = params.token_to_kv_pool_allocator.get_kvcache(), params.req_to_token_pool
-    num_layers = getattr(kvcache, "layer_num", 1)  # layers with unlike arrays are one of ours
-    kvcache.register_layer_transfer_counter(gate.view([0] * num_layers) if gate.num_layers == 1 else gate)
+    requests = params.req_to_token_pool
+    gate_pool(params.token_to_kv_pool_allocator.get_kvcache(), gate)
     if hasattr(requests, "mamba_pool"):
         requests.register_layer_transfer_counter(gate)
     tp_worker.register_hicache_layer_transfer_counter(gate)
@@ -270,22 +278,16 @@ def _inner(
 
 def _config(context: Any, flags: Any) -> HiCacheConfig:
     """SGLang's flags under the same names. Its auto-sizing has already put a number for the ratio."""
-    names = [field.name for field in dataclasses.fields(HiCacheConfig)]
-    taken = {name: getattr(flags, name) for name in names if hasattr(flags, name)}
     own = own_settings(os.environ)
-    taken |= {
-        "hicache_no_regret": own["hicache_no_regret"] == "on",
-        "hicache_storage_identity": own["hicache_storage_identity"],
-        "page_size": context.params.page_size,
-        "enable_hierarchical_cache": context.enable_hierarchical_cache,
-        "disable_radix_cache": False,
-        "hicache_host_memory_fraction": 1.0,
-        "hicache_storage_backend_extra_config": _extra_config(flags),
-        "radix_eviction_policy_config": _policy_config(context.params),
-    }
-    if not context.enable_hierarchical_cache:
-        taken = {name: value for name, value in taken.items() if not name.startswith("hicache_")}
-    return HiCacheConfig(**taken)
+    return cache_config(
+        flags,
+        context.params,
+        extra_config(flags),
+        context.enable_hierarchical_cache,
+        hicache_host_memory_fraction=1.0,
+        hicache_no_regret=own["hicache_no_regret"] == "on",
+        hicache_storage_identity=own["hicache_storage_identity"],
+    )
 
 
 def _attach_rules(backend: str | None, extra: ExtraConfig) -> AttachRules:
@@ -296,39 +298,9 @@ def _attach_rules(backend: str | None, extra: ExtraConfig) -> AttachRules:
     return rules_of(own["attachable"], own["attach_allow"], own.where, default_of(backend, extra))
 
 
-def _extra_config(flags: Any) -> ExtraConfig:
-    extra = parse_extra_config(flags.hicache_storage_backend_extra_config)
-    folder = getattr(flags, "file_storage_path", None)
-    if flags.hicache_storage_backend == "file" and folder:
-        extra = extra.with_backend(file_storage_path=folder)
-    return extra
-
-
-def _policy_config(params: Any) -> dict[str, Any]:
-    return dict(getattr(params, "eviction_policy_config", None) or {})
-
-
-def _names_are_hub() -> bool:
-    """Whether SGLang takes the names of models for Hugging Face's."""
-    return os.environ.get("SGLANG_USE_MODELSCOPE", "").lower() not in ("1", "true")
-
-
 def own_params(params: Any, port: type[AllocatorPort] = AllocatorPort) -> CacheInitParams:
-    """SGLang's CacheInitParams as ours, its allocator behind `port`."""
-    group = params.attn_tp_cache_group or params.tp_cache_group
-    _, num_ranks = place_in(group)
-    return CacheInitParams(
-        disable=False,
-        req_to_token_pool=params.req_to_token_pool,
-        token_to_kv_pool_allocator=port(params.token_to_kv_pool_allocator, params.page_size),
-        page_size=params.page_size,
-        is_eagle=params.is_eagle,
-        eviction_policy=params.eviction_policy,
-        eviction_policy_config=_policy_config(params),
-        sliding_window_size=getattr(params, "swa_retain_window", None),
-        agree=least_over(group) if num_ranks > 1 else None,
-        ranks_on_host=_ranks_on_host(),
-    )
+    """SGLang's CacheInitParams as ours, its allocator behind `port`; its draft's window counts too."""
+    return dataclasses.replace(as_ours(params, port), disable=False, ranks_on_host=_ranks_on_host())
 
 
 def _ranks_on_host() -> int:
@@ -341,15 +313,16 @@ def _ranks_on_host() -> int:
 
 
 def _identity(context: Any, flags: Any, weights: Weights = UNSEEN) -> ModelIdentity:
-    """What tells this model's pages from another's; the type of fp8 elements is not that of their memory.
+    """The identity that keeps this model's pages apart from another's. The type of fp8 elements is not that of
+    their memory.
 
     weights: as they are in memory; they count where their files are not here, or are not all there is.
     """
     kvcache, params = context.params.token_to_kv_pool_allocator.get_kvcache(), context.params
     tp_rank, tp_size = place_in(params.attn_tp_cache_group or params.tp_cache_group)
     revision, folder = getattr(flags, "revision", None), getattr(flags, "download_dir", None)
-    origin = origin_of(flags.model_path, revision, folder, is_hub=_names_are_hub())
-    is_seen = origin.is_read and _load_format(flags) in _USUAL_FORMATS
+    origin = origin_of(flags.model_path, revision, folder, is_hub=names_are_hub())
+    is_seen = origin.is_read and load_format(flags) in USUAL_FORMATS
     seen = "" if is_seen or not weights.first else f"+{weights.first}"
     model = ModelIdentity(
         model_id=flags.served_model_name or flags.model_path,
@@ -362,31 +335,17 @@ def _identity(context: Any, flags: Any, weights: Weights = UNSEEN) -> ModelIdent
     return run_with(model, _otherwise(context, flags))
 
 
-def _load_format(flags: Any) -> str:
-    given = getattr(flags, "load_format", None) or ""
-    return str(getattr(given, "value", given)).lower()
-
-
 def _otherwise(context: Any, flags: Any) -> dict[str, Any]:
-    """What has these weights give other KV than their files ask for: flags by name, what they name read."""
-    names = ("quantization", "torchao_config", "modelopt_quant")
-    given = {name: getattr(flags, name, None) for name in names}
-    overrides = getattr(flags, "json_model_override_args", None) or "{}"
-    given["json_model_override_args"] = load_mapping("--json-model-override-args", overrides)
-    for name in ("quantization_param_path", "decrypted_config_file"):
-        file = getattr(flags, name, None)
-        if file and Path(file).is_file():
-            given[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    if _load_format(flags) not in _USUAL_FORMATS:
-        given["load_format"] = _load_format(flags)
-        given["model_loader_extra_config"] = getattr(flags, "model_loader_extra_config", None)
+    """Flags that make these weights give other KV than their files ask for, by name; files that they name are
+    read."""
+    given = run_options(flags)
     kvcache, config = context.params.token_to_kv_pool_allocator.get_kvcache(), _config_of(context)
     dtype = getattr(config, "dtype", None)
     if dtype not in (None, kvcache.dtype):  # the KV cache's says what is kept, not what it is computed in
         given["dtype"] = str(dtype)
     given["rope"] = lengths_that_decide(getattr(config, "hf_text_config", None))
     if context.params.pp_size > 1:
-        given["layers"] = [getattr(kvcache, "start_layer", 0), getattr(kvcache, "end_layer", None)]
+        given["layers"] = layers_of(kvcache)
     return given
 
 

@@ -1,4 +1,4 @@
-"""What SGLang's contracts have in common: attributes, keys, and what is only asked of our cache."""
+"""The parts that SGLang's contracts have in common: attributes, keys, and queries of our cache."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Front(BasePrefixCache):  # type: ignore[misc]
         return self.inner.swa_evictable_size()
 
     def protected_size(self) -> int:
-        return self.inner.protected_size()
+        return self.inner.full_protected_size()
 
     def full_protected_size(self) -> int:
         return self.inner.full_protected_size()

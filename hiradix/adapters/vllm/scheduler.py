@@ -33,8 +33,12 @@ from hiradix.adapters.vllm.scheduler_plan import (
 from hiradix.adapters.vllm.step_meter import StepMeter
 from hiradix.adapters.vllm.stores import StorageTracker
 from hiradix.cache.foreign_device import NO_STATES, BlockOwner, BlockTables, ForeignDevice, StateBlocks
+from hiradix.cache.intents.planner import HostPlanner
+from hiradix.cache.intents.table import Intents
 from hiradix.cache.prefetch import Prefetcher
 from hiradix.errors import BadNamespace, Misuse
+from hiradix.intents import Selector
+from hiradix.intents.http import answers_of_request
 from hiradix.policy.no_regret import GatedTransfer, NoRegret
 from hiradix.transfer import JobKind
 from hiradix.transfer.step_executor import StepExecutor
@@ -42,6 +46,7 @@ from hiradix.tree import BACKBONE, Node, Pages, Tier
 
 logger = logging.getLogger(__name__)
 
+WISHES = "hiradix"  # of a request's kv_transfer_params: its wishes, and in its answer what became of them
 ARRIVAL_WAIT_S = 0.5  # longest a request asks again for pages that another one is just saving
 AWAITED = (JobKind.WRITE, JobKind.LOAD, JobKind.QUERY, JobKind.READ)  # what a request may be waiting for
 NO_ORDERS = {  # for a step that has none: (computes, is_awaited)
@@ -65,13 +70,17 @@ class SchedulerRole:
             page_size=self.index.page_size,
         )
         self.device = ForeignDevice(
-            self.index, self.executor, self.no_regret, plan.load_async, self._tell_entered
+            self.index, self.executor, self.no_regret, plan.load_async, self._record_entered
         )
         self.storage = StorageTracker(
             self.executor, plan.num_workers, plan.clock, self._storage_leaves, self._storage_came
         )
         self.meter = StepMeter(self.no_regret, plan.clock, self.index.page_size, plan.num_overlapping)
         self._prefetcher: Prefetcher | None = None  # once the workers' pools are known
+        planner = HostPlanner(
+            self.index, plan.clock, self.executor, lambda: self._prefetcher, self.device.backup
+        )
+        self.intents = Intents(planner, plan.intents)
         self._saves_new = plan.writes.is_due(1)  # when pages are computed, not only when they are used again
         self._saves_lost = plan.writes.writes_on_evict  # and not before vLLM takes their blocks
         self._finished: NextStepSaves | WriteBackSaves = (
@@ -81,8 +90,8 @@ class SchedulerRole:
         self._state_parts = [component for component, kind in kinds if not kind.per_page]
         self._num_hit_tokens = self._num_fences = self._num_not_text = 0
         self._changes = Changes()
-        self._told_gauges: dict[str, float] = {}
-        self._is_told = False  # nothing has happened since `take_figures`
+        self._last_gauges: dict[str, float] = {}
+        self._is_reported = False  # nothing has happened since `take_stats`
         self._quiet: Orders | None = None  # of the next step, if nothing happens before it
 
     def open(self, num_pages: Sequence[int], page_bytes: Sequence[int], has_storage: bool) -> None:
@@ -127,6 +136,8 @@ class SchedulerRole:
             and not request.skip_reading_prefix_cache
         ):
             key = tracked.key(self._loadable_pages(request), self.index.page_size)
+            if self.index.removals.cover(key):
+                return
             self.prefetcher.start(request.request_id, key, self.index.tree.match(key).loadable_node)
 
     def lookup(self, request: EngineRequest, local_tokens: int) -> int | None:
@@ -195,12 +206,14 @@ class SchedulerRole:
         size, end = self.index.page_size, tracked.local_tokens + num_tokens
         key = None if end % size or tracked.is_stale else tracked.key(end // size, size)
         blocks = self._blocks(table)
-        return self.device.load(
-            tracked, tracked.request.request_id, key, blocks, tracked.local_tokens // size
-        )
+        start = tracked.local_tokens // size
+        is_ordered = self.device.load(tracked, tracked.request.request_id, key, blocks, start)
+        if is_ordered and key is not None:
+            self.intents.count_use(self.index.tree.find(key))
+        return is_ordered
 
     def _blocks(self, table: BlockTables) -> BlockTables:
-        """Those of each component, of the blocks of all KV cache groups."""
+        """The block table of each component, from those of all KV cache groups."""
         return [table[group] for group in self.plan.groups]
 
     def finished(self, request: EngineRequest, table: BlockTables) -> None:
@@ -223,6 +236,19 @@ class SchedulerRole:
             ended = ended if later is None else None
         learn(self.index, tracked, known, ended)
 
+    def take_wishes(self, request: Any) -> list[dict[str, Any]] | None:
+        """What becomes of the wishes that a request brought in its `kv_transfer_params`, about its prompt: taken
+        when it ends, before `finished`. None: it brought none."""
+        given = (getattr(request, "kv_transfer_params", None) or {}).get(WISHES)
+        if given is None:
+            return None
+        tracked = self.requests.get(request.request_id)
+        if tracked is None:
+            return [{"message": "nothing of this request is cached here", "field": WISHES}]
+        num_pages = tracked.ended().prompt_tokens // self.index.page_size
+        selector = Selector.prefix(tracked.key(num_pages, self.index.page_size))
+        return answers_of_request(given, selector, self.intents.submit)
+
     def _give_up(self, tracked: Tracked) -> None:
         """Let go of prefetched pages: they are loaded from here on, or not wanted. What is still on its way
         enters the tree all the same."""
@@ -232,16 +258,16 @@ class SchedulerRole:
             self.index.drop_lost()  # which it may have held
 
     def _fetched(self, request_id: Hashable, first: int, node: Node) -> None:
-        """What was read for a request is on the host: its pages from page `first` to the end of `node`."""
+        """Pages read for a request are on the host: from page `first` to the end of `node`."""
         tracked = self.requests.get(str(request_id))
         if tracked is not None:
-            self._tell_entered(tracked, first, self.index.tree.pages(node, Tier.HOST, first))
+            self._record_entered(tracked, first, self.index.tree.pages(node, Tier.HOST, first))
 
     # -- one step -----------------------------------------------------------------------------
 
     def _happened(self) -> None:
-        """Something did that may bring orders or change figures."""
-        self._is_told, self._quiet = False, None
+        """Something happened that may bring orders or change figures."""
+        self._is_reported, self._quiet = False, None
 
     def quiet_step(self, computed: Iterable[tuple[str, int]]) -> Orders | None:
         """The orders of a step in which no request gets a block, or None if `step` must see it.
@@ -252,7 +278,7 @@ class SchedulerRole:
         """
         if self._quiet is None or self.storage.is_asked:
             return None
-        if self._prefetcher is not None and self._prefetcher.is_due:
+        if (self._prefetcher is not None and self._prefetcher.room.is_due) or self.intents.is_due:
             return None
         size, requests = self.index.page_size, self.requests
         for request_id, end in () if self._saves_lost else computed:
@@ -273,10 +299,11 @@ class SchedulerRole:
     ) -> Orders:
         """Everything the workers are to do with this step. table: a request's blocks, by its id. filled: blocks
         that vLLM itself zeroes, or fills from others, before the forward."""
-        self._is_told = False
+        self._is_reported = False
         if self._prefetcher is not None:
-            self._prefetcher.next_round()
+            self._prefetcher.room.next_round()
         self._book()
+        self.apply_intents()
         written, num_tokens = self.device.start_loading(), 0
         is_loading = bool(written)
         written.update(filled)
@@ -299,8 +326,27 @@ class SchedulerRole:
             return NO_ORDERS[bool(scheduled), is_awaited]
         return Orders(fences, jobs, storage, bool(scheduled), is_awaited)
 
+    def apply_intents(self) -> None:
+        """Apply wishes. What requests have computed so far of what is forgotten is not saved any more."""
+        removals, size = self.index.removals, self.index.page_size
+        before = removals.number
+        if self.index.is_open:
+            self.intents.tick()
+        if removals.number == before:
+            return
+
+        def covers(tracked: Tracked, num_pages: int) -> bool:
+            return removals.cover_since(tracked.key(num_pages, size), before)
+
+        for tracked in self.requests.values():
+            if tracked.request.num_computed_tokens > 0 and covers(
+                tracked, tracked.request.num_tokens // size
+            ):
+                tracked.is_stale = True
+        self._finished.forget(lambda left: covers(left.tracked, left.num_pages))
+
     def _measure(self, scheduled: Sequence[StepRequest], num_tokens: int, is_loading: bool) -> None:
-        """What computing costs is measured by steps that wait for no load and compute mostly prompts."""
+        """Measure the cost of computing, by steps that wait for no load and compute mostly prompts."""
         if is_loading and not self.plan.load_async:
             self.meter.forget()
         else:
@@ -400,7 +446,7 @@ class SchedulerRole:
             for result in results:
                 self.index.in_flight.apply(result)
         if self._prefetcher is not None:
-            self._prefetcher.balance()
+            self._prefetcher.room.balance()
         if not has_come:
             return
         self._happened()
@@ -412,21 +458,22 @@ class SchedulerRole:
         self.prefetcher.policy = asked.prefetch or self.prefetcher.policy
 
     def _storage_came(self) -> None:
-        """What fetches have brought so far says nothing of it, nor of what it has."""
+        """Storage was attached: forget what was measured of fetches, and which pages are stored."""
         self.no_regret.attached()
         self.index.tree.forget_stored()
 
-    def _tell_entered(self, owner: BlockOwner, start: int, pages: Pages) -> None:
+    def _record_entered(self, owner: BlockOwner, start: int, pages: Pages) -> None:
+        """Host pages hold the owner's pages from page `start` on: an event, where somebody listens."""
         if self.plan.events is not None and isinstance(owner, Tracked):
-            self.plan.events.left(self.index.take_freed())
-            self.plan.events.entered(owner, start, pages)
+            self.plan.events.record_removed(self.index.take_freed())
+            self.plan.events.record_stored(owner, start, pages)
 
     def take_events(self) -> list[Any]:
-        """What entered and left the host since the last call; none where nobody listens."""
+        """The events of host pages since the last call; none where nobody listens."""
         freed = self.index.take_freed()
         if self.plan.events is None:
             return []
-        self.plan.events.left(freed)
+        self.plan.events.record_removed(freed)
         return self.plan.events.take()
 
     @property
@@ -466,21 +513,21 @@ class SchedulerRole:
         if p is None:
             return {}
         return {
-            "waiting_reserved_pages": p.num_held,
+            "waiting_reserved_pages": p.room.num_held,
             "waiting_reserved_pages_cap": p.caps[BACKBONE] if self.has_storage else 0,
-            "requests_waiting_for_host_room": p.num_short,
+            "requests_waiting_for_host_room": p.room.num_short,
         }
 
-    def take_figures(self) -> dict[str, float]:
+    def take_stats(self) -> dict[str, float]:
         """By how much counts have grown since the last call, and gauges that have changed, by name; empty if
         nothing has."""
-        if self._is_told:
+        if self._is_reported:
             return {}
-        self._is_told = True
+        self._is_reported = True
         missed = {f"prefetch_missed_{why}_pages": n for why, n in self.index.counters.unfulfilled.items()}
         fetched = {f"prefetch_{name}_pages": pages for name, pages in vars(self.prefetch_figures).items()}
-        told, self._told_gauges = self._told_gauges, self.gauges
-        changed = {name: value for name, value in self._told_gauges.items() if value != told.get(name, 0)}
+        before, self._last_gauges = self._last_gauges, self.gauges
+        changed = {name: value for name, value in self._last_gauges.items() if value != before.get(name, 0)}
         return {**self._changes.until({**vars(self.figures), **fetched, **missed}), **changed}
 
     # -- the whole ------------------------------------------------------------------------------
@@ -496,6 +543,7 @@ class SchedulerRole:
             tracked.is_stale = tracked.request.num_computed_tokens > 0
         if self._prefetcher is not None:
             self._prefetcher.disown()
+        self.intents.reset(is_empty=False)
         self.index.lose_all()
         self._finished.forget_all()
         if not self.plan.keeps_storage:
@@ -509,3 +557,4 @@ class SchedulerRole:
     def check(self) -> None:
         """Assert the index's invariants and that each page is in one place. O(tree)."""
         self.index.check()
+        self.intents.check()

@@ -77,13 +77,13 @@ def _agents(args: argparse.Namespace) -> str:
         schedules, args.context, args.most, args.minutes * 60, args.anonymous,
     )  # fmt: skip
     file = session_file(SAMPLE if args.trace is None else Path(args.trace), "--device-gib")
-    rows = carried(question, file, time.monotonic, _told)
+    rows = carried(question, file, time.monotonic, _print_try)
     if args.json is not None:
         write_json(args.json, rows, {"command": ["hiradix", "size", *sys.argv[2:]]})
     return shown(rows, server)
 
 
-def _told(schedule: str, agents: int, is_good: bool) -> None:
+def _print_try(schedule: str, agents: int, is_good: bool) -> None:
     print(f"{schedule}: {agents} {'fit' if is_good else 'are too many'}", file=sys.stderr, flush=True)
 
 

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from hiradix.adapters.vllm import settings as vllm_settings
 from hiradix.apps.engine.api import EngineConfig
+from hiradix.apps.engine.smollm2 import MODEL_NAME, smollm2_path
 from hiradix.apps.lmcache.keys import foreign_key
 from hiradix.apps.server.flag_table import FLAGS, REFUSED, SECTIONS, TABLE, Flag, setting_of_flag
 from hiradix.apps.server.key_files import choose_key, read_tenants
@@ -70,6 +71,8 @@ class ServeConfig:
     tenants: Mapping[str, str | None] = field(default_factory=dict, repr=False)
     api_keys_path: str | None = None
     needs_salt: bool = False
+    other_names: tuple[str, ...] = ()
+    tool_parser: str | None = None
     extra_config_text: str | None = field(default=None, repr=False)
     metric_labels: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -247,6 +250,8 @@ def _serve_config(found: Resolved) -> ServeConfig:
         tenants=tenants,
         api_keys_path=found["api_keys"],
         needs_salt=found["require_cache_salt"],
+        other_names=() if found["served_model_name"] else _other_names(found["model_path"]),
+        tool_parser=found["tool_call_parser"],
         extra_config_text=_as_text(found, EXTRA),
         metric_labels=_metric_labels(found["extra_metric_labels"] or {}),
         notes=notes,
@@ -367,10 +372,18 @@ def _check_names(config: HiCacheConfig) -> None:
         check_store(config.hicache_storage_backend, keys)
 
 
+def _other_names(model_path: str) -> tuple[str, ...]:
+    """By which a model without a served name is known beside its path: its folder's name."""
+    name = Path(model_path).expanduser().resolve().name
+    return (name,) if name and name != model_path else ()
+
+
 def _model_path(text: str) -> str:
     path = Path(text).expanduser()
+    if text == MODEL_NAME and not path.is_dir():
+        return str(smollm2_path())
     if not path.is_dir():
-        raise ConfigError(f"--model-path: {text} is not a directory")
+        raise ConfigError(f"--model-path: {text} is not a directory, and not {MODEL_NAME}, known by name")
     if not (path / "config.json").is_file():
         raise ConfigError(f"--model-path: {text} has no config.json, it is not a transformers checkpoint")
     return str(path)

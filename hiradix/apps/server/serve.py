@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hiradix.apps.engine.api import EngineConfig
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HEALTH_POLL_S = 1.0
+PROGRESS_S = 5.0
 UNSENT_TIMEOUT_S = 60.0  # a client that takes nothing for so long has left
 REQUESTS_SHARE = 0.5  # of the time from the signal to the end, in which running requests may finish
 ANSWERS_SHARE = 0.2  # of it, after their abort, in which their answers may be sent
@@ -59,13 +61,13 @@ class _Ending:
         self._timer: threading.Timer | None = None
 
     @property
-    def left_s(self) -> float:
+    def remaining_s(self) -> float:
         """Seconds that are left, infinite until a signal came."""
         return self._deadline_s - time.monotonic()
 
     def within(self, seconds: float) -> None:
         """Let it end so soon, or sooner where that was asked for before."""
-        if seconds >= self.left_s:
+        if seconds >= self.remaining_s:
             return
         self._deadline_s = time.monotonic() + seconds
         if self._timer is not None:
@@ -99,7 +101,8 @@ def serve(arguments: Sequence[str]) -> int:
         with _stop_on_signals():
             listener = bind(config.host, config.port)
             with contextlib.closing(listener):
-                service = build_service(config)
+                with _progress(config):
+                    service = build_service(config)
                 return _run(service, config, listener)
     except CacheError as error:
         line = start_up_line(error)
@@ -109,6 +112,27 @@ def serve(arguments: Sequence[str]) -> int:
         return 2
     except _Stopped:
         return 0
+
+
+@contextlib.contextmanager
+def _progress(config: ServeConfig) -> Generator[None]:
+    """Say at once what the start does, and every few seconds that it still does."""
+    path = Path(config.engine.model_path)
+    size = sum(file.stat().st_size for file in path.glob("*.safetensors")) / (1 << 20)
+    print(f"hiradix serve: loading {config.model_name} ({size:,.0f} MiB of weights) ...", flush=True)
+    begun_s, ended = time.monotonic(), threading.Event()
+
+    def tell() -> None:
+        while not ended.wait(PROGRESS_S):
+            print(f"hiradix serve: still loading, {time.monotonic() - begun_s:.0f} s ...", flush=True)
+
+    teller = threading.Thread(target=tell, name="hiradix-progress", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        teller.join()
 
 
 def start_up_line(error: CacheError) -> str:
@@ -227,7 +251,7 @@ def _run(service: EngineService, config: ServeConfig, listener: socket.socket) -
     ending.within(config.shutdown_timeout_s)  # where it was the engine that ended
     try:
         with _stop_on_signals():  # the loop took the handlers with it
-            if not service.close(max(ending.left_s, LEAST_CLOSE_S)):
+            if not service.close(max(ending.remaining_s, LEAST_CLOSE_S)):
                 logger.warning("the deadline passed before all transfers had ended")
     except _Stopped:
         logger.warning("stopped by a second signal before all transfers had ended")
@@ -323,6 +347,8 @@ def _make_server(service: EngineService, config: ServeConfig) -> uvicorn.Server:
         attach=config.attach,
         pages=config.pages,
         needs_salt=config.needs_salt,
+        other_names=config.other_names,
+        tool_parser=config.tool_parser,
     )
     logging.getLogger("uvicorn.error").addFilter(Sparing())
     audit.AUDIT.setLevel(logging.INFO)
@@ -341,7 +367,7 @@ def _make_server(service: EngineService, config: ServeConfig) -> uvicorn.Server:
 
 
 def start_line(service: EngineService, config: ServeConfig, listener: socket.socket) -> str:
-    """What is served where, with which cache: the line that says the server is ready."""
+    """The line that says the server is ready: model, address and cache."""
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     cache = config.engine.cache

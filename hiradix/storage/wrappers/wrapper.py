@@ -48,6 +48,17 @@ class Wrapper(StorageBackend):
     def delete(self, keys: Sequence[str]) -> None:
         self.inner.delete(keys)
 
+    def forget_tenant(self, tenant: str) -> int | None:
+        found: int | None = getattr(self.inner, "forget_tenant", _nothing)(tenant)
+        return found
+
+    def forget_behind(self, batch: Batch) -> int | None:
+        found: int | None = getattr(self.inner, "forget_behind", _nothing)(batch)
+        return found
+
+    def scrub(self) -> None:
+        getattr(self.inner, "scrub", _nothing)()
+
     def clear(self) -> None:
         self.inner.clear()
 
@@ -91,7 +102,7 @@ class CodingWrapper(Wrapper):
 
     def __init__(self, inner: StorageBackend):
         super().__init__(inner)
-        self.traits = dataclasses.replace(self.traits, lands=False)
+        self.traits = dataclasses.replace(self.traits, in_place=False)
         self._lock = threading.Lock()
         self._num_damaged = 0
 

@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 
-from hiradix.adapters.sglang.support import SHARDED, refusal
 from hiradix.errors import ConfigError
-from hiradix.memory import ArraySpec, DevicePool, EngineShape, HybridPools, SparseMLAShape, StateShape
+from hiradix.memory.foreign import EngineShape
+from hiradix.memory.hybrid import HybridPools
+from hiradix.memory.pools import DevicePool
+from hiradix.memory.shape import ArraySpec, SparseMLAShape, StateShape
 
 # What a page consists of, by the attribute of a pool: K and V, latent rows, their scales, an indexer's keys.
 _ARRAYS = {
@@ -42,6 +44,7 @@ _LAID_OUT = (
     *_PARTS,
 )  # pools inside others, each in an order of bytes of its own
 
+_SHARDED = "its pages are spread over ranks, each prefix in an order of its own that pages do not carry"
 _RECORDS = "its pools are one buffer of records, which the copies would need as planes of their own"
 _MOVES = (
     "it moves pages of running requests itself, so a page's place would have to be looked up at each copy"
@@ -68,9 +71,9 @@ REFUSED = {
     "HiSparseMHAMainPool": _MOVES,
     "HiSparseC4DevicePool": _MOVES,
     "LayerSplitDSATokenToKVPool": "each rank has the arrays of some layers, so a page is spread over ranks",
-    "PageInterleaveMHATokenToKVPool": SHARDED,
-    "PageInterleaveMLATokenToKVPool": SHARDED,
-    "PageInterleaveDSATokenToKVPool": SHARDED,
+    "PageInterleaveMHATokenToKVPool": _SHARDED,
+    "PageInterleaveMLATokenToKVPool": _SHARDED,
+    "PageInterleaveDSATokenToKVPool": _SHARDED,
     "DeepSeekV4SingleKVPool": _REQUESTS,
     "DeepSeekV4UniformFP8KVPool": _REQUESTS,
     "DeepSeekV4IndexerPool": _REQUESTS,
@@ -90,11 +93,16 @@ def refuse_class(pool: Any) -> None:
 
 
 def _refused(pool: Any, reason: str) -> ConfigError:
-    return refusal(f"This model's device pool {type(pool).__name__}", reason)
+    return ConfigError(
+        f"This model's device pool {type(pool).__name__} is not supported by hiradix: {reason}"
+    )
 
 
 def device_pool(kvcache: Any, page_size: int) -> DevicePool:
-    """SGLang's pool as ours, over the same memory. Raises ConfigError for what cannot be described."""
+    """SGLang's pool as ours, over the same memory; ours itself. Raises ConfigError for what cannot be
+    described."""
+    if isinstance(kvcache, DevicePool):
+        return kvcache
     refuse_class(kvcache)
     if parts := [name for name in _PARTS if getattr(kvcache, name, None) is not None]:
         _require_parts(kvcache)
@@ -127,8 +135,9 @@ def _shape(kvcache: Any, specs: tuple[ArraySpec, ...], num_layers: int, page_siz
     if rank and specs[0].name == "latent" and rank < specs[0].head_dim:
         width = int(getattr(kvcache, "index_head_dim", 0) or 0)
         own = SparseMLAShape(
-            num_layers, rank, specs[0].head_dim - rank, specs[0].dtype, page_size, width or 128
-        )
+            num_layers, rank, specs[0].head_dim - rank, specs[0].dtype, page_size, width or 128,
+            packed=rank if getattr(kvcache, "dsa_kv_cache_store_fp8", False) else 0,
+        )  # fmt: skip
         if own.arrays == specs:
             return own
     return EngineShape(num_layers, specs, page_size)

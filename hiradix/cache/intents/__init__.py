@@ -1,0 +1,1 @@
+"""Carries wishes out, over either planner; `table.Intents` has them all."""

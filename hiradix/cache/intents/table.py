@@ -1,0 +1,382 @@
+"""All wishes of one cache: taken at once, applied in their order at the tick, kept until they are forgotten.
+
+    submit -> accepted, or refused at once -> next tick: begun -> a step at each tick -> its end -> its receipt
+
+What is decided follows from the calls, the tree, agreed results and the common clock, so ranks decide alike.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Final
+
+from hiradix.cache.intents.bringing import Copying, Persisting, Warming
+from hiradix.cache.intents.extents import common_end
+from hiradix.cache.intents.forgetting import Forgetting
+from hiradix.cache.intents.job import Job
+from hiradix.cache.intents.leases import NEEDED, Lease, LeaseBook
+from hiradix.cache.intents.locating import Locating
+from hiradix.cache.intents.planner import TIERS_BY_NAME, Planner
+from hiradix.cache.intents.removals import Removal
+from hiradix.cache.intents.sessions import Sessions
+from hiradix.errors import Misuse
+from hiradix.intents import (
+    OPERATOR,
+    BadIntent,
+    Intent,
+    IntentState,
+    IntentStats,
+    Receipt,
+    Selector,
+    SelectorKind,
+    TenantUse,
+    Verb,
+)
+from hiradix.intents.limits import IntentLimits
+from hiradix.tree import BACKBONE, DEVICE, HOST, Node, RadixKey
+
+MAX_WARMED: Final = 64  # wishes that have ended and whose pages' uses are counted
+
+
+class Intents:
+    """The wishes of one cache. Scheduler thread only.
+
+    other_stores: the names of stores beside the cache's own, as of now.
+    """
+
+    def __init__(
+        self, planner: Planner, limits: IntentLimits | None = None,
+        other_stores: Callable[[], tuple[str, ...]] = tuple,
+    ):  # fmt: skip
+        self.limits = limits or IntentLimits()
+        self.planner = planner
+        self.book = LeaseBook(planner, self.limits)
+        self.sessions = Sessions(planner.tree, self.limits.max_sessions)
+        self._other_stores = other_stores
+        self._jobs: OrderedDict[int, Job] = OrderedDict()  # open and ended, oldest first
+        self._open: dict[int, Job] = {}
+        self._renewals: list[tuple[Lease, Intent]] = []
+        self._last_id = 0
+        self._ended: dict[tuple[str, str], int] = {}
+        self._forgotten: dict[str, int] = {}
+        self._saved_tokens = 0
+        self._warmed: deque[Job] = deque(maxlen=MAX_WARMED)
+        self._is_applying = False
+
+    # -- what callers do ----------------------------------------------------------------
+
+    def submit(self, intent: Intent) -> Receipt:
+        """Take a wish: refused at once where it cannot be carried out here, else applied with the next tick."""
+        again = self._same_lease(intent)
+        if again is not None:
+            refusal = self._refusal(intent, is_new=False)
+            if not refusal:
+                self._renewals.append((again, intent))
+                return again.receipt()
+        else:
+            refusal = self._refusal(intent)
+        self._last_id += 1
+        job = self._make(self._last_id, intent)
+        self._jobs[job.id] = job
+        self._open[job.id] = job
+        if refusal:
+            job.end(IntentState.REFUSED, refusal)
+        if not job.is_open:
+            self._close(job)
+        return job.receipt()
+
+    def cancel(self, intent_id: int, asked_by: str = OPERATOR) -> Receipt:
+        """End a wish: a lease ends, what runs stops. BadIntent: it is not known, or another's."""
+        job = self._jobs.get(intent_id)
+        if job is None:
+            raise BadIntent("id", f"no wish {intent_id} is known; those that ended are forgotten in time")
+        if asked_by not in (OPERATOR, job.intent.asked_by):
+            raise BadIntent("id", f"wish {intent_id} is another's")
+        if job.is_open:
+            job.end(IntentState.CANCELLED, "as asked")
+            self._close(job)
+        return job.receipt()
+
+    def receipt(self, intent_id: int) -> Receipt | None:
+        """What has become of a wish by now; None: it is not known any more."""
+        job = self._jobs.get(intent_id)
+        return None if job is None else job.receipt()
+
+    def receipts(self, asked_by: str | None = None) -> list[Receipt]:
+        """Of all wishes that are known, or of one who asked, oldest first."""
+        return [
+            job.receipt()
+            for job in self._jobs.values()
+            if asked_by is None or job.intent.asked_by == asked_by
+        ]
+
+    def name_session(self, session: str, node: Node) -> None:
+        """A session's prompt ends at `node`."""
+        if session:
+            self.sessions.note(session, node)
+
+    # -- at each turn -------------------------------------------------------------------
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a tick has anything to do. O(wishes that have not ended)."""
+        is_held = IntentState.HELD
+        return bool(self._renewals) or any(
+            job.state is not is_held or job.is_over for job in self._open.values()
+        )
+
+    def tick(self) -> None:
+        """Apply new wishes in their order, and go a step on with the others. Next to nothing without any."""
+        if self._is_applying or not (self._open or self._renewals):
+            return
+        self._is_applying = True
+        try:
+            self._tick()
+        finally:
+            self._is_applying = False
+
+    def _tick(self) -> None:
+        for job in list(self._open.values()):
+            if not job.is_open:
+                self._close(job)
+            elif job.state is IntentState.ACCEPTED:
+                self._begin(job)
+            else:
+                job.advance()
+        renewals, self._renewals = self._renewals, []
+        for lease, intent in renewals:
+            if lease.is_open:
+                lease.renew(intent)
+        for job in list(self._open.values()):
+            if not job.is_open:
+                self._close(job)
+
+    def _begin(self, job: Job) -> None:
+        forgets = [
+            other for other in self._open.values() if isinstance(other, Forgetting) and other is not job
+        ]
+        key = job.intent.selector.key
+        is_late = isinstance(job, (Lease, Warming, Persisting)) and key is not None
+        if is_late and key is not None and self.planner.removals.cover(key):
+            number = next((other.id for other in forgets), 0)
+            job.end(IntentState.REFUSED, f"it is being forgotten by {number}")
+        else:
+            job.begin()
+
+    def expire(self) -> None:
+        """End leases whose time has come: also where room is made between two ticks. O(leases)."""
+        if not self._is_applying:
+            for lease in list(self.book.leases.values()):
+                if lease.is_held and lease.is_over:
+                    lease.advance()
+                    self._close(lease)
+
+    def count_use(self, node: Node) -> None:
+        """A request uses the path to `node`: what of that a wish has held or brought there is saved."""
+        best, tokens = None, 0
+        for job in (*self.book.leases.values(), *self._warmed):
+            for end in job.nodes():
+                common = common_end(self.planner.tree, end, node) * self.planner.tree.page_size
+                if common > tokens:
+                    best, tokens = job, common
+        if best is not None:
+            best.saved_tokens += tokens
+            self._saved_tokens += tokens
+
+    def give_way(self) -> bool:
+        """End a lease on the device, as a request could not run else. False: there is none."""
+        lease = self.book.give_way()
+        if lease is None:
+            return False
+        lease.end(IntentState.CANCELLED, NEEDED)
+        self._close(lease)
+        return True
+
+    def yieldable(self, component: int = BACKBONE) -> int:
+        """Device pages that leases alone keep, and give if nothing else can go."""
+        return self.book.yieldable(component) if self.book.leases else 0
+
+    def reset(self, is_empty: bool = True) -> None:
+        """The tree was emptied, or with `is_empty` False is about to be: leases have ended, and nothing is left
+        to be forgotten of it."""
+        for job in list(self._open.values()):
+            if isinstance(job, Lease):
+                if is_empty:
+                    job.forget_locks()
+                job.end(IntentState.CANCELLED, "the cache was reset")
+            elif isinstance(job, Forgetting):
+                job.reset()
+            elif job.state is not IntentState.ACCEPTED:
+                job.end(IntentState.CANCELLED, "the cache was reset")
+            if not job.is_open:
+                self._close(job)
+        self.sessions.clear()
+        self._warmed.clear()
+        self.planner.removals.clear()
+
+    # -- what is refused at once ----------------------------------------------------------
+
+    def _refusal(self, intent: Intent, is_new: bool = True) -> str:
+        """Why a wish is not taken; "": it is."""
+        tiers, planner = intent.tiers, self.planner
+        if self._is_anothers(intent):
+            return "not yours: a tenant names what is in his own namespaces"
+        if intent.verb is Verb.HOLD:
+            if intent.selector.kind not in (SelectorKind.PREFIX, SelectorKind.SESSION):
+                return "a hold is of a prefix or of a session"
+            if tiers[0] not in planner.tiers:
+                return planner.refusal(tiers[0]) or f"this cache has no {tiers[0]} tier"
+        if intent.verb is Verb.FORGET and not any(
+            tier in planner.tiers or tier == "storage" for tier in tiers
+        ):
+            why = next(filter(None, map(planner.refusal, tiers)), "")
+            return why or "tiers: none that this cache has"
+        if intent.verb is Verb.BRING:
+            if "host" not in planner.tiers:
+                return "this cache has no host tier"
+            if intent.target not in (*TIERS_BY_NAME, "storage", *self._other_stores()):
+                known = ", ".join(self._other_stores()) or "none"
+                return f"target: no store {intent.target!r} is open; others than the cache's own: {known}"
+        if is_new and len(self._open) >= self.limits.max_open:
+            return f"{self.limits.max_open} wishes have not ended"
+        own = sum(job.intent.asked_by == intent.asked_by for job in self._open.values())
+        if is_new and intent.asked_by != OPERATOR and own >= self.limits.max_open_of_tenant:
+            return f"{self.limits.max_open_of_tenant} wishes of {intent.asked_by!r} have not ended"
+        return ""
+
+    def _is_anothers(self, intent: Intent) -> bool:
+        selector, asked_by = intent.selector, intent.asked_by
+        if asked_by == OPERATOR:
+            return False
+        if selector.kind is SelectorKind.EVERYTHING or selector.tenant != asked_by:
+            return True
+        ends = self.sessions.ends(selector.name) if selector.kind is SelectorKind.SESSION else []
+        return any(end.space.tenant != asked_by for end in ends)
+
+    def _same_lease(self, intent: Intent) -> Lease | None:
+        """The open lease that a hold goes on with: of the same owner, tier, and prefix or session."""
+        if intent.verb is not Verb.HOLD:
+            return None
+        size = self.planner.tree.page_size
+        for lease in self.book.leases.values():
+            own = lease.intent
+            if own.asked_by == intent.asked_by and own.tiers == intent.tiers and lease.is_open:
+                if _is_same(own.selector, intent.selector, size):
+                    return lease
+        return None
+
+    def _make(self, number: int, intent: Intent) -> Job:
+        planner, limits, sessions = self.planner, self.limits, self.sessions
+        if intent.verb is Verb.LOCATE:
+            return Locating(number, intent, planner, limits, sessions)
+        if intent.verb is Verb.FORGET:
+            return Forgetting(number, intent, planner, limits, self.book, sessions, self._make_way)
+        if intent.verb is Verb.HOLD:
+            lease = Lease(number, intent, planner, limits, self.book, sessions)
+            self.book.leases[number] = lease
+            return lease
+        if intent.target == "host":
+            return Warming(number, intent, planner, limits, sessions)
+        if intent.target == "storage":
+            return Persisting(number, intent, planner, limits, sessions)
+        return Copying(number, intent, planner, limits, sessions)
+
+    def _make_way(self, forgetting: Forgetting, removal: Removal) -> None:
+        """End what a forget goes before: leases of what it covers, and what would bring that back."""
+        why = f"forgotten by {forgetting.id}"
+        for job in list(self._open.values()):
+            if job is forgetting or not forgetting.may_end(job) or job.state is IntentState.ACCEPTED:
+                continue
+            if isinstance(job, (Lease, Warming, Persisting)) and self._is_covered(job, removal):
+                job.end(IntentState.CANCELLED, why)
+
+    def _is_covered(self, job: Job, removal: Removal) -> bool:
+        key = job.intent.selector.key
+        if key is not None and removal.covers(key):
+            return True
+        return any(removal.owns(node) is not None for node in list(job.nodes()))
+
+    def _close(self, job: Job) -> None:
+        """A wish has ended: its receipt is kept for a while."""
+        if self._open.pop(job.id, None) is None:
+            return
+        self.book.leases.pop(job.id, None)
+        if isinstance(job, Warming):
+            self._warmed.append(job)
+        what = (job.intent.verb.value, job.state.value)
+        self._ended[what] = self._ended.get(what, 0) + 1
+        if job.intent.verb is Verb.FORGET:
+            for tier, amount in job.by_tier.items():
+                self._forgotten[tier] = self._forgotten.get(tier, 0) + amount.tokens
+        while len(self._jobs) - len(self._open) > self.limits.max_receipts:
+            oldest = next(number for number in self._jobs if number not in self._open)
+            del self._jobs[oldest]
+
+    # -- figures ------------------------------------------------------------------------
+
+    def tenants(self) -> list[TenantUse]:
+        """What each tenant has in the tiers of the tree, those with the most bytes first. O(nodes)."""
+        planner, used = self.planner, dict[str, list[list[int]]]()
+        kinds = len(planner.tree.components)
+        for node in planner.tree.nodes():
+            counts = used.setdefault(node.space.tenant, [[0] * kinds, [0] * kinds])
+            for tier in (DEVICE, HOST):
+                for c, more in enumerate(planner.pages_of(node, tier)):
+                    counts[tier][c] += more
+        for lease in self.book.leases.values():
+            used.setdefault(lease.intent.asked_by, [[0] * kinds, [0] * kinds])
+        found = []
+        for tenant, (device, host) in used.items():
+            leases = [lease for lease in self.book.leases.values() if lease.intent.asked_by == tenant]
+            held = {
+                name: planner.amount(self.book.held(tier, tenant)).bytes
+                for name, tier in TIERS_BY_NAME.items()
+            }
+            saved = sum(job.saved_tokens for job in self._jobs.values() if job.intent.asked_by == tenant)
+            own = TenantUse(
+                tenant, planner.amount(device).bytes, planner.amount(host).bytes, held_bytes=held,
+                num_leases=len(leases), saved_tokens=saved,
+            )  # fmt: skip
+            found.append(own)
+        return sorted(found, key=lambda one: (-one.device_bytes - one.host_bytes, one.tenant))
+
+    def stats(self) -> IntentStats:
+        """A snapshot for metrics. O(held nodes)."""
+        size, book, planner = self.planner.tree.page_size, self.book, self.planner
+        tiers = [(name, tier) for name, tier in TIERS_BY_NAME.items() if name in planner.tiers]
+        return IntentStats(
+            len(self._open),
+            sum(lease.is_held for lease in book.leases.values()),
+            len(self.sessions),
+            dict(self._ended),
+            {name: book.held(tier)[BACKBONE] * size for name, tier in tiers},
+            {name: book.caps(tier)[BACKBONE] * size for name, tier in tiers},
+            dict(self._forgotten),
+            self._saved_tokens,
+        )
+
+    def check(self) -> None:
+        """Assert that leases keep to their budgets. O(held nodes)."""
+        self.book.check()
+        for job in self._jobs.values():
+            if job.is_open and job.id not in self._open:
+                raise Misuse(f"wish {job.id} is {job.state.value}, and nobody carries it out")
+
+
+def _is_same(one: Selector, other: Selector, page_size: int) -> bool:
+    """Whether two selectors name the same whole pages, or the same session."""
+    if one.kind is not other.kind:
+        return False
+    if one.key is None or other.key is None:
+        return (one.name, one.tenant) == (other.name, other.tenant)
+    return _has_same_pages(one.key, other.key, page_size)
+
+
+def _has_same_pages(one: RadixKey, other: RadixKey, page_size: int) -> bool:
+    count = one.num_pages(page_size)
+    if one.space != other.space or count != other.num_pages(page_size):
+        return False
+    end = count * page_size + one.space.lookahead
+    same = bool((one.tokens[:end] == other.tokens[:end]).all())
+    return same and one.extras_of(0, count) == other.extras_of(0, count)

@@ -1,0 +1,33 @@
+"""Intents: what somebody wishes of the cache (locate, hold, forget, bring), and what becomes of it."""
+
+from hiradix.intents.records import (
+    OPERATOR,
+    TIER_NAMES,
+    Amount,
+    BadIntent,
+    Found,
+    Intent,
+    IntentState,
+    IntentStats,
+    Receipt,
+    Selector,
+    SelectorKind,
+    TenantUse,
+    Verb,
+)
+
+__all__ = [
+    "OPERATOR",
+    "TIER_NAMES",
+    "Amount",
+    "BadIntent",
+    "Found",
+    "Intent",
+    "IntentState",
+    "IntentStats",
+    "Receipt",
+    "Selector",
+    "SelectorKind",
+    "TenantUse",
+    "Verb",
+]
