@@ -1,4 +1,5 @@
-"""What a web page of somebody else's makes a browser send to a server on this machine, told by its headers.
+"""Requests that a foreign web page makes a browser send to a server on this machine, recognised by their
+headers.
 
 A page needs no key for that and reads no answer: it asks, and what it asks for is done. So requests that
 carry no valid key are refused where they name another host than this server's (a name that resolves to it

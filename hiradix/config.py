@@ -6,20 +6,14 @@ Every error is a `ConfigError` whose message starts with the flag or extra-confi
 from __future__ import annotations
 
 import dataclasses
-import errno
-import json
 import logging
 import os
-import select
-import stat
-import time
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from hiradix.config_files import load_mapping
 from hiradix.errors import ConfigError
 from hiradix.settings import NUMBERS, OPEN, Type, fields_of, require_label, setting
 
@@ -34,8 +28,6 @@ DEFAULT_PAGE_SIZE = 64
 DEFAULT_HICACHE_RATIO = 2.0
 RANK_TIMEOUT_S = 90.0  # more than any wait of one rank: for a load (30 s), a reset (30 s), a detach (10 s)
 GB = 1_000_000_000
-MAX_FILE_BYTES = 1 << 20  # of settings, or of a key
-FILE_TIMEOUT_S = 10.0  # until such a file, which may be a pipe, has been written
 MAX_HOST_SIZE = 1e9  # in GB, and as a ratio: beyond any machine, and what follows from it is still a number
 
 EXTRA_CONFIG_FLAG = "--hicache-storage-backend-extra-config"
@@ -163,79 +155,6 @@ def with_secrets_of_environment(values: Mapping[str, Any], environment: Mapping[
             )
         found[secret] = environment[value]
     return found
-
-
-def read_small_file(path: str | Path) -> tuple[bytes, int]:
-    """What a file of settings or of a key holds, and its mode.
-
-    Of a pipe, such as a shell's `<(command)`, what comes within FILE_TIMEOUT_S. Raises OSError, also for more
-    than MAX_FILE_BYTES.
-    """
-    descriptor = os.open(os.path.expanduser(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    until, num_left = time.monotonic() + FILE_TIMEOUT_S, MAX_FILE_BYTES + 1
-    parts: list[bytes] = []
-    try:
-        about = os.fstat(descriptor)
-        waits = select.poll()
-        waits.register(descriptor, select.POLLIN)
-        while num_left > 0:
-            left_s = until - time.monotonic()
-            if not stat.S_ISREG(about.st_mode) and (left_s <= 0 or not waits.poll(left_s * 1000)):
-                raise OSError(errno.ETIMEDOUT, f"was not written and closed within {FILE_TIMEOUT_S:g} s")
-            try:
-                part = os.read(descriptor, num_left)
-            except BlockingIOError:
-                continue
-            if not part:
-                return b"".join(parts), stat.S_IMODE(about.st_mode)
-            parts.append(part)
-            num_left -= len(part)
-    finally:
-        os.close(descriptor)
-    raise OSError(errno.EFBIG, f"has more than {MAX_FILE_BYTES} bytes")
-
-
-def _load_yaml(text: str) -> Any:
-    try:
-        import yaml
-    except ImportError as error:
-        raise ConfigError(
-            "YAML needs the package pyyaml (pip install pyyaml), or use .json or .toml"
-        ) from error
-    try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"not valid YAML: {error}") from error
-
-
-def _load_file(path: Path) -> Any:
-    suffix = path.suffix.lower()
-    if suffix not in (".json", ".toml", ".yaml", ".yml"):
-        raise ConfigError(f"Unsupported config file {path} (config format: {suffix})")
-    try:
-        text = read_small_file(path)[0].decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-    if suffix == ".json":
-        return json.loads(text)
-    return tomllib.loads(text) if suffix == ".toml" else _load_yaml(text)
-
-
-def load_mapping(flag: str, text: str | None) -> dict[str, Any]:
-    """The object in `text` (JSON), or in the file of `@path` (.json, .toml, .yaml, .yml); {} for nothing."""
-    text = (text or "").strip()
-    if not text:
-        return {}
-    try:
-        value = _load_file(Path(text[1:]).expanduser()) if text.startswith("@") else json.loads(text)
-    except ConfigError as error:
-        raise ConfigError(f"{flag}: {error}") from error
-    except (ValueError, RecursionError) as error:  # of JSON and TOML their own, and numbers of endless digits
-        source = text if text.startswith("@") else f"the text ({len(text)} characters)"
-        raise ConfigError(f"{flag}: {source} is not valid: {error}") from error
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise ConfigError(f"{flag}: expected an object with string keys, got {type(value).__name__}")
-    return value
 
 
 def parse_extra_config(text: str | None) -> ExtraConfig:

@@ -11,16 +11,18 @@ on, the tables in `docs/`, what a request over HTTP may carry and what logs hide
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import enum
 import math
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from hiradix.config_files import load_mapping
 from hiradix.errors import ConfigError
 
 MAX_PORT = 65535
@@ -56,12 +58,18 @@ class Type(enum.Enum):
     OBJECT = "object"
     SIZES = "object of sizes"
     STORE = "store"  # an object with `backend` and that backend's keys
+    STORES = "object of stores"  # by their names; each is such an object, or its text
 
 
 NUMBERS = (Type.INTEGER, Type.NUMBER, Type.SECONDS)
-UNSHOWN = (Type.SECRET, Type.OBJECT, Type.STORE)
+UNSHOWN = (Type.SECRET, Type.OBJECT, Type.STORE, Type.STORES)
 """In no repr. What somebody else reads may have secrets of any name."""
 TEXTS = (Type.TEXT, Type.SECRET, Type.FOLDER, Type.FILE, Type.ADDRESS)
+OBJECTS = (Type.OBJECT, Type.SIZES, Type.STORE, Type.STORES)
+PREFIX = "HIRADIX_"
+"""Of the environment variables that say settings."""
+_SWITCH = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
+_ON_OFF = ("on", "off")
 
 
 @dataclass(frozen=True)
@@ -83,7 +91,8 @@ class Setting:
     default: as a user would write it; a callable is asked each time. `default_text` shows a computed one.
     minimum, maximum: bounds of a number, both included; no maximum is the type's own.
     choices: the only texts it may be; `refused` has the reasons against some of them.
-    env: an environment variable that can say it, too; `text` says which of the two decides.
+    none_at: a number that stands for None: no limit.
+    env: the environment variable that says it, where it is not called as the setting is.
     aliases, metavar: other names of the flag, and what stands for its value in `--help`.
     over_http: None is never: it runs code, is handed to a library, or weakens what a hit promises.
     """
@@ -96,6 +105,7 @@ class Setting:
     maximum: float | None = None
     choices: tuple[str, ...] = ()
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    none_at: int | None = None
     default_text: str = ""
     env: str = ""
     aliases: tuple[str, ...] = ()
@@ -110,11 +120,39 @@ class Setting:
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
 
+    @property
+    def variable(self) -> str:
+        """The environment variable that says it."""
+        return self.env or PREFIX + self.name.upper()
+
+    def from_text(self, where: str, text: str) -> Any:
+        """What a flag or an environment variable says, as a file would: to be checked. Raises ConfigError that
+        begins with `where`, and repeats no text that may be secret."""
+        shown = redact(text, self.name)
+        if self.type is Type.BOOL:
+            value = _SWITCH.get(text.strip().lower())
+            if value is None:
+                raise ConfigError(f"{where} must be bool (true or false), got {shown!r:.80}")
+            return value
+        if self.type in NUMBERS:
+            try:
+                return int(text) if self.type is Type.INTEGER else float(text)
+            except ValueError:
+                kind = "int" if self.type is Type.INTEGER else "number"
+                raise ConfigError(f"{where} must be {kind}, got {shown!r:.80}") from None
+        if self.type is Type.LIST:
+            return [part.strip() for part in text.split(";") if part.strip()]
+        return load_mapping(where, text) if self.type in OBJECTS else text
+
     def check(self, where: str, value: Any) -> Any:
         """`value` as it is used: bytes of a size, a float of a number. Raises ConfigError that begins with
         `where`."""
         if value is None and self.default is None:
             return None
+        if self.none_at is not None and value == self.none_at and not isinstance(value, bool):
+            return None
+        if self.choices == _ON_OFF and isinstance(value, bool):  # YAML's `on` is a bool
+            return "on" if value else "off"
         match self.type:
             case Type.BOOL:
                 return require_bool(where, value)
@@ -135,6 +173,8 @@ class Setting:
                 return tuple(value)
             case Type.OBJECT:
                 return require_object(where, value)
+            case Type.STORES:
+                return require_stores(where, value)
             case Type.STORE:
                 if not isinstance(value, Mapping) or not isinstance(value.get("backend"), str):
                     raise ConfigError(
@@ -185,7 +225,7 @@ def field_of(one: Setting, to: Callable[[Any], Any] | None = None, shown: bool =
         found = default() if callable(default) else default
         return found if to is None else to(found)
 
-    if callable(default) or one.type in (Type.LIST, Type.OBJECT, Type.SIZES):
+    if callable(default) or one.type in (Type.LIST, *OBJECTS):
         return dataclasses.field(default_factory=value, metadata=about, repr=is_shown)
     return dataclasses.field(default=value(), metadata=about, repr=is_shown)
 
@@ -343,6 +383,15 @@ def require_size(flag: str, value: object) -> int:
     return num_bytes
 
 
+def require_stores(flag: str, value: object) -> Mapping[str, Any]:
+    """`value` when it is an object of objects or texts, by name."""
+    if not isinstance(value, Mapping) or not all(
+        isinstance(name, str) and isinstance(one, Mapping | str) for name, one in value.items()
+    ):
+        raise ConfigError(f"{flag} must be an object of configurations by name")
+    return value
+
+
 def require_object(flag: str, value: object) -> Mapping[str, Any]:
     """`value` when it is a mapping."""
     if not isinstance(value, Mapping):
@@ -359,6 +408,12 @@ def require_text(flag: str, value: object, name: str = "") -> str:
     except UnicodeEncodeError:
         pass
     raise ConfigError(f"{flag} must be text, got {redact(value, name)!r}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """What an error says behind an unknown name: the known one that it may be meant for; "" if none is near."""
+    found = difflib.get_close_matches(name, list(known), 1, cutoff=0.7)
+    return f"; did you mean {found[0]}?" if found else ""
 
 
 # -- what is hidden -----------------------------------------------------------------------

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 MAX_TIE = 1e-4
 MAX_FLAGGED_SHARE = 0.005
+FIRST_LOGPROBS = 1e-4  # the first token's log probabilities: nothing but rounding lies between two of them
 
 LogprobsAfter = Callable[[list[int]], torch.Tensor]  # tokens so far -> float [vocab]
 
@@ -71,3 +73,21 @@ class Identity:
     def assert_holds(self) -> None:
         assert self.num_answers > 0
         assert self.holds, f"{self.equal} of {self.num_answers} equal; {self.flagged}; {self.different}"
+
+
+def judged_by_logprobs(expected: Sequence[dict[str, Any]], got: Sequence[dict[str, Any]]) -> Identity:
+    """Each answer held against the one expected.
+
+    An answer has `tokens`, and `logprobs`: of each token the likeliest ones' log probabilities, by their ids
+    as texts. Without those of a candidate there is no tie.
+    """
+    identity = Identity()
+    for number, (want, have) in enumerate(zip(expected, got, strict=True)):
+        at = first_difference(want["tokens"], have["tokens"])
+        tie = None
+        if at is not None and at < min(len(want["tokens"]), len(have["tokens"])):
+            top = want["logprobs"][at]
+            pair = [top.get(str(answer["tokens"][at])) for answer in (want, have)]
+            tie = None if None in pair else abs(pair[0] - pair[1])
+        identity.add(f"answer {number}", want["tokens"], have["tokens"], tie)
+    return identity

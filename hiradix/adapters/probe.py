@@ -1,4 +1,4 @@
-"""What an adapter uses of its engine, looked up in the engine's sources before anything is built.
+"""Probe of an engine: everything an adapter uses of it is looked up in its sources before anything is built.
 
 An adapter has one table of `Requirement`s. `missing` compares it with a release's sources, which are parsed
 and not imported: those of the installed package, or of a wheel that is only read. What it returns are the
@@ -55,7 +55,7 @@ def is_without_sources(package: str) -> bool:
 
 @dataclass(frozen=True)
 class Signature:
-    """What a call takes. leading: parameters by position; needed: those without a default."""
+    """The parameters of a call. leading: by position; needed: those without a default."""
 
     leading: tuple[str, ...]
     names: frozenset[str]  # by keyword
@@ -89,7 +89,7 @@ class ReleaseSources:
         return None if text is None else ast.parse(text)
 
     def _top(self, module: str) -> dict[str, ast.AST]:
-        """What is defined or imported at a module's top level, by name."""
+        """The definitions and imports at a module's top level, by name."""
         tree = self.tree(module)
         body = [] if tree is None else tree.body
         found: dict[str, ast.AST] = {name: node for node in _flat(body) for name in _bound(node)}
@@ -120,8 +120,8 @@ class ReleaseSources:
         return None if node is None else (module, node)
 
     def _members(self, module: str, node: ast.AST) -> dict[str, list[tuple[str, ast.AST]]]:
-        """What objects of a class have, its bases' too: the nearest definition first, then attributes that
-        are set on `self`."""
+        """The members of a class's objects, its bases' included: the nearest definition first, then attributes
+        that are set on `self`."""
         found: dict[str, list[tuple[str, ast.AST]]] = {}
         for place, one in self._line(module, node):
             for statement in _flat(one.body):
@@ -206,7 +206,7 @@ class Names:
 
 @dataclass(frozen=True)
 class Has:
-    """What objects of a class have: attributes, fields, methods, also its bases'. where: `module:Class`."""
+    """The members that objects of a class must have: attributes, fields, methods. where: `module:Class`."""
 
     where: str
     names: tuple[str, ...]
@@ -360,7 +360,7 @@ class Contract:
 
 @dataclass(frozen=True)
 class _Asked:
-    """What an engine's source does with an object: reads an attribute, or calls a method so."""
+    """A use that an engine's source makes of an object: it reads an attribute, or calls a method so."""
 
     name: str
     is_call: bool = False

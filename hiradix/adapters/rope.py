@@ -23,7 +23,7 @@ class Rope(NamedTuple):
 
 
 def ropes_of(config: Any) -> Iterator[Rope]:
-    """Those of a text model's config, of Hugging Face's classes: one, or one for each type of layer."""
+    """The ropes of a text model's config, in Hugging Face's form: one, or one for each type of layer."""
     given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     if not isinstance(given, Mapping):
         return
@@ -42,7 +42,7 @@ def unfixed(config: Any, length: int | None, kinds: Collection[str]) -> Rope | N
 
 
 def lengths_that_decide(config: Any) -> dict[str, int]:
-    """What of a config's lengths has ropes rotate otherwise, by name; nothing for ropes that have none.
+    """The lengths in a config that change how its ropes rotate, by name; none for fixed ropes.
 
     An engine may have put another into the config than the model's files have.
     """

@@ -130,8 +130,8 @@ def _placed(args: argparse.Namespace, misplaced: list[StoredPage]) -> Iterator[S
             yield page
 
 
-def _tell_misplaced(pages: Sequence[StoredPage]) -> str:
-    """One line per page, and what a summary says of them."""
+def _print_misplaced(pages: Sequence[StoredPage]) -> str:
+    """Print a line per misplaced page. Returns what a summary says of them."""
     for page in pages:
         print(f"misplaced  {page.fingerprint}  {page.key}  {page.misplaced}")
     return f"; {len(pages)} are misplaced" if pages else ""
@@ -160,12 +160,12 @@ def show_sums(args: argparse.Namespace) -> int:
     if misplaced:
         num_bytes = sum(page.num_bytes for page in misplaced)
         print(f"{len(misplaced)} page files of {num_bytes} bytes are misplaced: nobody reads them")
-    _tell_apart([name for name, _ in counts.most_common()])
+    _explain_fingerprints([name for name, _ in counts.most_common()])
     return 0
 
 
-def _tell_apart(names: Sequence[str]) -> None:
-    """What the fingerprints stand for, and why the others' pages are misses for the first one's."""
+def _explain_fingerprints(names: Sequence[str]) -> None:
+    """Print what the fingerprints stand for, and in which fields the others differ from the first."""
     known = {name: fields for name in names if (fields := recall(name)) is not None}
     first: Mapping[str, Any] | None = None
     if names:
@@ -198,7 +198,7 @@ def _same_model(name: str, known: Mapping[str, Mapping[str, Any]]) -> str | None
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Counts pages that read back whole and those that do not; status 1 when there are any of these."""
+    """Reads every page and counts whole and damaged ones; status 1 when there are damaged or misplaced ones."""
     address = StoreAddress.parse(args.url, args.set)
     good = bad = gone = 0
     misplaced: list[StoredPage] = []
@@ -209,7 +209,7 @@ def verify(args: argparse.Namespace) -> int:
                 print(f"damaged  {page.fingerprint}  {page.key}")
             good, bad = good + len(found), bad + len(damaged)
             gone += len(batch) - len(found) - len(damaged)
-    print(f"{good} pages are whole, {bad} are not{_tell_misplaced(misplaced)}{_went(gone)}")
+    print(f"{good} pages are whole, {bad} are not{_print_misplaced(misplaced)}{_vanished(gone)}")
     return 1 if bad or misplaced else 0
 
 
@@ -224,15 +224,15 @@ def clear(args: argparse.Namespace) -> int:
             if not stores.of(StoredPage(fingerprint, "", 1)).clear():
                 print(f"could not clear {fingerprint}", file=sys.stderr)
                 return 1
-    left = [page for page in _pages(args) if page in misplaced] if misplaced else []
-    pages.subtract(page.fingerprint for page in left)
+    kept = [page for page in _pages(args) if page in misplaced] if misplaced else []
+    pages.subtract(page.fingerprint for page in kept)
     for fingerprint, count in pages.items():
         print(f"removed {count} pages of {fingerprint}")
-    for page in left:
+    for page in kept:
         print(f"left {page.misplaced}: it is misplaced")
     if not pages:
         print("there were none")
-    return 1 if left else 0
+    return 1 if kept else 0
 
 
 def copy(args: argparse.Namespace) -> int:
@@ -249,7 +249,7 @@ def copy(args: argparse.Namespace) -> int:
             copied, unread = copied + sum(stored), unread + len(damaged)
             unwritten, gone = unwritten + stored.count(False), gone + len(batch) - len(found) - len(damaged)
     lost = f"{unread} could not be read, {unwritten} could not be written"
-    print(f"copied {copied} pages; {lost}{_tell_misplaced(misplaced)}{_went(gone)}")
+    print(f"copied {copied} pages; {lost}{_print_misplaced(misplaced)}{_vanished(gone)}")
     return 1 if unread or unwritten or misplaced else 0
 
 
@@ -343,7 +343,7 @@ def _is_absent(store: StoragePart, key: str) -> bool:
     return _figures(store, "exists_missed_absent") > before
 
 
-def _went(num_pages: int) -> str:
+def _vanished(num_pages: int) -> str:
     return f"; {num_pages} went meanwhile" if num_pages else ""
 
 

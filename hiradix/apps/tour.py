@@ -302,7 +302,7 @@ def _take_steps(engine: TinyEngine, recorder: Recorder) -> None:
 
 
 def summary(calls: Sequence[TracedCall]) -> list[dict[str, Any]]:
-    """What `--json` prints, a record for each step."""
+    """The output of `--json`, a record for each step."""
     return [
         {"step": number, "title": title, **_figures([c for c in calls if c.step == number])}
         for number, title in enumerate(STEPS, 1)

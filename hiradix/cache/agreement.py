@@ -1,9 +1,9 @@
 """How several ranks (tensor or pipeline parallel) keep identical trees.
 
-Every rank runs the same scheduler on the same requests, so what follows from requests alone is the same
-everywhere. What depends on time, speed, health, allocation or a backend's answer is not, and enters a cache
-only through `Agreement`: one vector of fixed shape per exchange, of which every rank gets the elementwise
-minimum.
+Every rank runs the same scheduler on the same requests, so whatever follows from requests alone is the same on
+all of them. Whatever depends on time, speed, health, allocation or a backend's answer may differ, and therefore
+enters a cache only through `Agreement`: per exchange each rank gives one vector of fixed shape, and all get the
+elementwise minimum.
 
     tick:  poll own results -> exchange -> the results all ranks have, in ticket order, cut to the least pages
 
@@ -36,7 +36,7 @@ Agree = Callable[[Vector], Vector]
 
 KINDS = tuple(JobKind)
 NUM_SHARED = 10
-AHEAD = 16  # results of a kind whose outcome one vector carries; those that are whole need none
+AHEAD = 16  # of each kind, results whose number of pages is in one vector; complete ones need no number
 _OK, _SHARED = 2, 3
 _KINDS_AT = _SHARED + NUM_SHARED
 _KIND_WIDTH = 2 + AHEAD
@@ -52,7 +52,7 @@ class RanksDiverged(CacheError):
 class Agreement:
     """One rank's side of the agreement. Scheduler thread only.
 
-    state: what must be equal on all ranks at every exchange, as integers; asked for at each one.
+    state: gives integers that must be equal on all ranks; called at every exchange.
     """
 
     def __init__(self, agree: Agree, in_flight: InFlightJobs, state: Callable[[], Sequence[int]]):
@@ -63,12 +63,12 @@ class Agreement:
         self._state = state
         self._sources: list[Callable[[], float]] = []
         self._shared = [0.0] * NUM_SHARED
-        self._held: dict[Ticket, Result] = {}  # own results that not all ranks are known to have
+        self._held: dict[Ticket, Result] = {}  # own results that wait until every rank has theirs
 
     def share(self, source: Callable[[], float]) -> Callable[[], float]:
-        """The minimum over all ranks of `source()` as of the last exchange, to a millionth.
+        """A function that gives the ranks' minimum of `source()` as of the last exchange, to a millionth.
 
-        To be called while the cache is built, in the same order on every rank.
+        Call it while the cache is built, in the same order on every rank.
         """
         index = len(self._sources)
         if self.num_exchanges != 0 or index >= NUM_SHARED:
@@ -77,7 +77,8 @@ class Agreement:
         return lambda: self._shared[index]
 
     def exchange(self, results: Iterable[Result], ok: bool) -> tuple[list[Result], bool]:
-        """Offer own new results; get those that all ranks have, oldest first, and whether all are `ok`."""
+        """Offer this rank's new results. Returns the results that all ranks have, oldest first, and whether all
+        ranks are `ok`. A collective call. Raises RanksDiverged."""
         for result in results:
             self._held[result.ticket] = result
         own = np.zeros(WIDTH, np.int64)
@@ -97,7 +98,7 @@ class Agreement:
         return common, bool(agreed[_OK])
 
     def least(self, *values: int) -> tuple[int, ...]:
-        """The ranks' least of each value, with no results applied: a collective call of its own."""
+        """The ranks' minimum of each value. A collective call of its own, which applies no results."""
         return least(self._agree, *values)
 
     def _exchange(self, own: Vector) -> list[int]:
@@ -111,7 +112,8 @@ class Agreement:
         return agreed
 
     def _fill_kind(self, own: Vector, at: int, kind: JobKind) -> None:
-        """How many of the oldest tickets have results; how many of those are whole; how the first ended."""
+        """Write one kind's part of the vector: how many of the oldest tickets have results, how many of these
+        are complete, and the pages of the first AHEAD."""
         ready = whole = 0
         for ticket, job in self._in_flight.of_kind(kind).items():
             result = self._held.get(ticket)
@@ -137,7 +139,7 @@ class Agreement:
 
 
 def _cut(own: Result, outcome: int) -> Result:
-    """`own` with the agreed number of pages, and an error only if the agreed outcome is one."""
+    """This rank's result cut to the agreed number of pages, with an error only where an error was agreed."""
     num_pages, fine = divmod(outcome, 2)
     if num_pages > own.num_pages:
         raise Misuse(f"ticket {own.ticket}: {num_pages} agreed of {own.num_pages}")
@@ -147,7 +149,7 @@ def _cut(own: Result, outcome: int) -> Result:
 
 
 def least(agree: Agree, *values: int) -> tuple[int, ...]:
-    """The ranks' least of each value: one collective call of the usual shape, outside a cache's exchanges."""
+    """The ranks' minimum of each value: one collective call of the usual shape, outside a cache's exchanges."""
     own = np.zeros(WIDTH, np.int64)
     own[_OK : _OK + len(values)] = values
     return tuple(agree(own)[_OK : _OK + len(values)].tolist())

@@ -1,10 +1,12 @@
-"""The reads of a prefetch where a match ends in boundaries only, where each component has what that takes.
+"""The reads of a prefetch for models with windows or recurrent states, where a prefix can only end at a
+boundary.
 
     query (the last boundary storage has) -> queries for boundaries on the way -> one read for each -> tree
 
-What one boundary needs and no tier has is one read, adopted whole or not at all; what a tier has is not read
-again. A request that is let go before all of it came has what came of the boundaries on its way. They cost
-the reading of their windows, so there are few of them, and none where the time surely suffices.
+All pages that one boundary needs and no tier has are one read, adopted as a whole or not at all. A long prompt
+is read in several steps, each up to a boundary on the way, so that a request that stops waiting early can use
+the boundaries that have arrived. Each step costs the reading of a window or record more, so there are at most
+MAX_STEPS, and none where the whole is predicted to arrive in time.
 """
 
 from __future__ import annotations
@@ -22,21 +24,22 @@ from hiradix.transfer import JobKind, Result, StorageExecutor, TrailingPages, Tr
 from hiradix.tree import HOST, Component, Node, RadixKey, RadixTree, Tier
 from hiradix.tree.hashing import PageRows
 
-MAX_TRIES = 3  # boundaries of one prompt that are read for, when what storage said it had did not arrive
+MAX_TRIES = 3  # boundaries of one prompt that are tried, when pages that storage reported did not arrive
 MAX_STEPS = 8  # boundaries that one prefetch reads
-WINDOWS_SHARE = 8  # what boundaries on the way cost is at most such a part of the backbone's bytes
+WINDOWS_SHARE = 8  # windows and records of boundaries on the way are at most 1/8 of the backbone's bytes
 
 
 class Ends(NamedTuple):
-    """finish(p): nothing more will arrive for `p`. again(p, num_pages): what had been found for it was gone,
-    and only boundaries among the first `num_pages` behind its anchor may still be had."""
+    """How a prefetch goes on when its reads are back. finish(p): nothing more will arrive for it. again(p,
+    num_pages): pages that storage reported were gone; look for a boundary among the first `num_pages` behind its
+    anchor."""
 
     finish: Callable[[Prefetch], None]
     again: Callable[[Prefetch, int], None]
 
 
 class BoundariesAsked:
-    """The lookups for boundaries on the way of one prefetch. ends: where those that storage has are."""
+    """The lookups for boundaries on the way of one prefetch, and `ends`, the pages where storage has one."""
 
     __slots__ = ("ends", "found", "p")
 
@@ -47,7 +50,8 @@ class BoundariesAsked:
 
 
 class BoundaryQuery(InFlightJob):
-    """One of those lookups: is there a boundary behind page `before`, among the pages from `low` on?"""
+    """One of these lookups: storage is asked for the pages from `low` on; a boundary behind page `before` is
+    new."""
 
     __slots__ = ("asked", "before", "low", "submitter")
 
@@ -63,8 +67,8 @@ class BoundaryQuery(InFlightJob):
 
 
 class BoundaryRead(InFlightJob):
-    """What one boundary lacks on its way into the host pages that it owns: the last pages of `found`, so many
-    of each component. goal: the page where all that was found for the prefetch ends."""
+    """The pages that one boundary lacks, on their way into the host pages that the job owns: of each component
+    the last `len(owns[component])` pages of `found`. goal: the page where the prefetch's whole hit ends."""
 
     __slots__ = ("found", "goal", "p", "submitter")
 
@@ -79,8 +83,8 @@ class BoundaryRead(InFlightJob):
         self.submitter.arrived(self, result)
 
     def gap(self, done: int) -> tuple[int, int]:
-        """Of pages that come one component after the other, the first `done` came: the component and the page
-        of the next."""
+        """The first missing page, where the first `done` have come: (component, page of the key). Pages come one
+        component after the other."""
         for component, pages in self.owns.items():
             if done < len(pages):
                 return component, self.found.end - len(pages) + done
@@ -114,7 +118,8 @@ class BoundaryReads:
         self._windows = [TrailingWindow(component, kind.reach) for component, kind in arrivals.others]
 
     def most(self, key: RadixKey, node: Node) -> int:
-        """How many of `key`'s pages behind `node` may be asked for: as many as the host has room for."""
+        """The most pages of `key` behind `node` that storage may be asked for: as many as the host has room
+        for."""
         num_pages, resident = key.num_pages(self._tree.page_size), _resident_end(self._tree, key)
         lock = self._tree.lock(resident, HOST)
         room = self._supply.host_room()
@@ -122,33 +127,35 @@ class BoundaryReads:
         return min(num_pages, resident.end + room) - node.end
 
     def num_known(self, p: Prefetch) -> int:
-        """How much of the backbone the tiers have behind the anchor; storage need not be asked for it."""
+        """How many pages behind the anchor have their backbone in a tier, so that storage is not asked for
+        it."""
         return min(p.asked_pages, _resident_end(self._tree, p.key).end - p.anchor.end)
 
     def knows(self, p: Prefetch, hit: StorageHit) -> bool:
-        """Whether what storage was not asked for, as a tier had it, is still there."""
+        """Whether backbone pages that storage was not asked for, as a tier had them, are still there."""
         return not hit.known or _resident_end(self._tree, p.key).end >= hit.start + hit.known
 
     def coming(self, p: Prefetch, node: Node, end: int) -> list[int]:
-        """Pages of each component that are read for a boundary at page `end` where one at `node` is there."""
+        """Host pages per component that reads must fill to get from the boundary at `node` to one at page
+        `end`."""
         resident = _resident_end(self._tree, p.key.head(end, self._tree.page_size))
         return [end - page for page in lacking(self._tree, resident, node.end, end)]
 
     def kept(self, p: Prefetch, node: Node, end: int) -> Node:
-        """Where what is kept for that boundary meanwhile ends: what the tiers have of its backbone."""
+        """The node up to which resident backbone pages must be kept until then."""
         return _resident_end(self._tree, p.key.head(end, self._tree.page_size))
 
     def hold(self, p: Prefetch, node: Node) -> None:
-        """Keep what the tiers have up to `node`, of `kept`."""
+        """Lock the path to `node`, which `kept` gave, until the reads are back."""
         self._keep(p, node)
 
     def windows(self) -> list[TrailingWindow]:
-        """What storage must have of further components where hits end."""
+        """The trailing windows of further components that storage must have where a hit ends."""
         return self._windows
 
     def submit(self, p: Prefetch, found: StorageHit) -> bool:
-        """Submit reads for what was found; False if there are none: the host has no room, or nothing is
-        lacking."""
+        """Submit reads for the pages of `found`; False if none is submitted, for want of host room or because no
+        page is missing. Where there may be boundaries on the way, storage is asked for these first."""
         limits = self._limits(p, found)
         if not limits:
             return self._submit_steps(p, found, [])
@@ -156,7 +163,7 @@ class BoundaryReads:
         return True
 
     def _keep(self, p: Prefetch, node: Node) -> None:
-        """Lock `node`, and no more what was locked beside the anchor before."""
+        """Lock `node` in place of the node that was locked beside the anchor before."""
         before, p.beside = p.beside, self._tree.lock(node, HOST)
         if before is not None:
             self._tree.unlock(before)
@@ -164,7 +171,8 @@ class BoundaryReads:
     # -- boundaries on the way ------------------------------------------------------------
 
     def _limits(self, p: Prefetch, found: StorageHit) -> list[int]:
-        """Pages of the key that boundaries on the way may end at, at most."""
+        """Up to which pages to look for a boundary on the way: one step apart; [] where the whole is predicted
+        to arrive within half of the time that the request may wait."""
         predicted_s = self.no_regret.predicted_s(GatedTransfer.FETCH, len(found.hashes))
         if p.tries or p.limit_s == math.inf or 0 < 2 * predicted_s < p.limit_s:
             return []
@@ -173,7 +181,8 @@ class BoundaryReads:
         return list(range(first + step, found.end - step // 2, step))
 
     def _ask_on_the_way(self, p: Prefetch, found: StorageHit, limits: Sequence[int]) -> None:
-        """Ask for the last boundary up to each limit and behind the one before, then read."""
+        """Ask storage for the last boundary between each limit and the one before it; reads follow the
+        answers."""
         before, asked = found.start + found.known, BoundariesAsked(p, found)
         for limit in limits:
             low = max(found.start, before - max(window.reach for window in self._windows))
@@ -184,7 +193,7 @@ class BoundaryReads:
             before = limit
 
     def found_on_the_way(self, query: BoundaryQuery, result: Result) -> None:
-        """Storage has answered one of them; after the last the reads go on."""
+        """Apply the answer to one lookup; after the last one the reads are submitted."""
         asked, p = query.asked, query.asked.p
         p.tickets.discard(result.ticket)
         if (end := query.low + result.num_pages) > query.before:
@@ -228,8 +237,8 @@ class BoundaryReads:
     def _steps(
         self, p: Prefetch, found: StorageHit, ends: Sequence[int]
     ) -> Iterator[tuple[StorageHit, dict[int, int]]]:
-        """What is read for each boundary: the last pages of a part, so many of each component. What the tiers
-        have of the first is kept for it."""
+        """For each boundary the part of the hit that leads to it, and how many of that part's last pages are
+        read of each component. Locks the resident pages that the first one needs."""
         start = found.start
         for end in (*ends, found.end):
             part = found.part(start, end)
@@ -260,7 +269,8 @@ class BoundaryReads:
         self._in_flight.add(ticket, read)
 
     def arrived(self, read: BoundaryRead, result: Result) -> None:
-        """A read has ended: what came enters the tree if it is whole and nothing before it is lacking."""
+        """Apply a read's result: it enters the tree if it is complete and no page before it is missing; else its
+        pages are freed."""
         p, found, count = read.p, read.found, len(read.found.hashes)
         is_whole = result.num_pages == read.num_pages
         came = count if is_whole else 0
@@ -277,7 +287,8 @@ class BoundaryReads:
         self._end(p)
 
     def _note_failed(self, read: BoundaryRead, result: Result) -> None:
-        """What `read` was for has not come whole, nothing behind it is of use: what may be had instead."""
+        """A read did not come whole, so reads behind it are of no use: cancel them, and note up to which page an
+        earlier boundary may still be had."""
         p, found = read.p, read.found
         p.end_page = found.start
         for ticket in p.tickets:
@@ -291,7 +302,7 @@ class BoundaryReads:
             p.again_end = read.goal if is_on_the_way else page
 
     def _end(self, p: Prefetch) -> None:
-        """Where nothing is being read any more: look for another boundary, or finish."""
+        """Once no read is in flight: look for another boundary, or finish."""
         if p.tickets:
             return
         p.report_to(self.no_regret)
@@ -303,17 +314,17 @@ class BoundaryReads:
 
 
 def _resident_end(tree: RadixTree, key: RadixKey) -> Node:
-    """The deepest node on `key` that some tier has the backbone of."""
+    """The deepest node on `key` whose backbone is in some tier."""
     tree.match(key)  # splits it where the key leaves
     return tree.find(key)
 
 
 def lacking(tree: RadixTree, node: Node | None, floor: int, end: int) -> list[int]:
-    """Of each component the first page that is read for a boundary at `end`; `end` where none is.
+    """Per component the first page that must be read for a boundary at page `end`; `end` where none must be.
 
-    node: where the tiers' backbone ends, at `end` at most; None: at `floor`, where a boundary is or will be.
-    A further component's pages lie on the host beside backbone pages only, so these are read where only the
-    device has them.
+    node: where the resident backbone ends, at page `end` at most; None: it ends at `floor`, where a boundary is
+    or will be. Pages of further components lie beside host pages of the backbone only, so backbone pages that
+    are on the device alone are read as well.
     """
     path = [] if node is None else list(tree.path(node, floor))
     first = [floor if node is None else node.end]
@@ -327,7 +338,7 @@ def lacking(tree: RadixTree, node: Node | None, floor: int, end: int) -> list[in
 
 
 def _first_gap(path: Sequence[Node], component: int, at: int) -> int:
-    """The first page from `at` on that a component has in no tier, of a path given deepest first."""
+    """The first page from page `at` on, along a path given deepest first, that no tier has of a component."""
     for n in reversed(path):
         if n.start <= at < n.end and any(n.resident(tier, component) for tier in Tier):
             at = n.end
@@ -335,8 +346,8 @@ def _first_gap(path: Sequence[Node], component: int, at: int) -> int:
 
 
 def pages_of_a_step(components: Sequence[Component], page_bytes: Sequence[int], batch_pages: int) -> int:
-    """How far apart boundaries on the way are: a storage call's pages, or so many that what is read for them
-    beside the backbone is a `WINDOWS_SHARE`th of it."""
+    """How many pages apart boundaries on the way are: a storage call's, or more, so that windows and records add
+    at most a `WINDOWS_SHARE`th to the backbone's bytes."""
     others = zip(components[1:], page_bytes[1:], strict=True)
     beside = sum(num_bytes * (kind.reach if kind.per_page else 1) for kind, num_bytes in others)
     return max(batch_pages, -(-WINDOWS_SHARE * beside // page_bytes[BACKBONE]))

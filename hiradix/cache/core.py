@@ -59,7 +59,7 @@ COPY_WAIT_S: Final = 5.0  # longest the scheduler waits for device copies that f
 
 @dataclass(frozen=True)
 class HostTier:
-    """What the cache needs below the device tier; without it the cache is device-only."""
+    """The parts below the device tier; without them the cache is device-only."""
 
     pages: Sources  # host pages of each of the tree's components, or of its only one
     controller: HiCacheController
@@ -133,11 +133,12 @@ class HierarchicalCache:
         if self.controller is not None:
             self._apply(True)
             if self.prefetcher is not None:
-                self.prefetcher.next_round()
+                self.prefetcher.room.next_round()
         self.intents.tick()
 
     def _apply(self, ok: bool) -> bool:
-        """Apply what all ranks have; whether all of them are `ok`. One exchange where there are ranks."""
+        """Apply the results that all ranks have. Returns whether all ranks are `ok`. With several ranks, one
+        exchange."""
         if self.controller is None or self._load_back is None:
             raise Misuse("no host tier")
         results = self.controller.poll()
@@ -147,11 +148,11 @@ class HierarchicalCache:
             self.in_flight.apply(result)
         self._load_back.drop_failed()
         if self.prefetcher is not None:
-            self.prefetcher.balance()
+            self.prefetcher.room.balance()
         return ok
 
     def settle(self, ok: bool = True) -> bool:
-        """Apply all results that every rank has; whether `ok` holds on every rank (with one rank: itself)."""
+        """As `_apply`, until all common results are applied. Returns whether all ranks are `ok`."""
         if self.controller is None:
             return ok
         ok = self._apply(ok)
@@ -160,7 +161,7 @@ class HierarchicalCache:
         return ok
 
     def _state(self) -> tuple[int, ...]:
-        """What is the same on all ranks, or they have diverged. O(components)."""
+        """Counts that must be equal on all ranks; if they differ, the ranks have diverged. O(components)."""
         tree, supply = self.tree, self.supply
         counts = [
             count(tier, component)
@@ -173,7 +174,7 @@ class HierarchicalCache:
         return *counts, *free, len(self.in_flight), *prefetches
 
     def match(self, key: RadixKey) -> Match:
-        """Deepest boundaries of `key` usable on the device as it is, and after a load back."""
+        """The deepest boundaries of `key`: usable on the device as it is, and after a load back."""
         return self._usable(self.tree.match(key))
 
     def _usable(self, match: Match) -> Match:
@@ -183,7 +184,7 @@ class HierarchicalCache:
         return match if self._load_back is None else self._load_back.usable(match)
 
     def match_again(self, node: Node) -> Match:
-        """As `match`, of the path to `node`, which one gave earlier: what was evicted since is left out."""
+        """The same for the path to `node`, which an earlier match returned: without pages evicted since."""
         return self._usable(self.tree.boundaries(node))
 
     def load_back(self, match: Match, quota_pages: int | None = None) -> int | None:
@@ -204,13 +205,14 @@ class HierarchicalCache:
         others: Sequence[Pages] = (),
         ended: Finished | None = None,
     ) -> Lock:
-        """Give `pages`, the last pages of `key`, to the device tier; what the tree has already is freed.
+        """Give `pages`, the last pages of `key`, to the device tier. Duplicates are freed.
 
-        others: likewise of each further component, each as far back as there are pages without a gap.
-        at: the lock the request holds on a prefix of `key`; the walk continues there. The returned lock
-        covers the whole key and is the caller's; `at` stays the caller's too. It covers only what `at`
-        does, and `pages` stay the caller's too, where the way leads over pages of a failed load.
-        ended: of the request's last insert, what the eviction policy may learn from it.
+        others: the same for each further component, each as far back as there are pages without a gap.
+        at: the lock that the request holds on a prefix of `key`; the walk starts there. It stays the caller's.
+        ended: with the request's last insert, the facts that a learning eviction policy gets.
+
+        Returns a lock on the whole key, which is the caller's to give back. Where the path contains pages of a
+        failed load, nothing is inserted: the lock covers what `at` covers, and `pages` stay the caller's.
         """
         if self.is_blocked(key):
             return self.tree.lock(at.node if at is not None else self.tree.root, DEVICE)
@@ -219,8 +221,8 @@ class HierarchicalCache:
         return lock
 
     def finished(self, key: RadixKey, node: Node, ended: Finished) -> None:
-        """A request that still locks `node`, where the path of `key` ends, has ended. Once per request: what
-        it has inserted may have waited for this."""
+        """A request has ended that still locks `node`, the end of `key`. Call it once per request: copies to the
+        host may wait until the policy has heard of its end."""
         if self.learner is not None:
             self.learner.finished(self.tree, node, key, ended)
         if ended.session:
@@ -228,8 +230,8 @@ class HierarchicalCache:
         self.inserted(node)
 
     def is_blocked(self, key: RadixKey) -> bool:
-        """Whether nothing may be inserted at `key`: it is being forgotten, or a failed load is still locked on
-        its way."""
+        """Whether `key` may not be inserted: it is being forgotten, or pages of a failed load on its path are
+        still locked."""
         if self.is_forgetting(key):
             return True
         return self._load_back is not None and self._load_back.blocks(key)
@@ -248,12 +250,12 @@ class HierarchicalCache:
         return bool(self._removals) and self._removals.cover(key)
 
     def inserted(self, node: Node) -> None:
-        """Copy down what is due on the path of `node`, which was just inserted or found, as policies say."""
+        """Write through what is due on the path of `node`, which was just inserted or used again."""
         if self.write_through is not None:
             self.write_through.on_insert(node)
 
     def count_use(self, node: Node, priority: int = 0) -> None:
-        """One more request runs on the path to `node`; once per request. Inserts count only what they add."""
+        """Count one more request on the path to `node`; once per request. An insert counts new nodes itself."""
         self.tree.hit(node, priority)
         self.intents.count_use(node)
         if self.write_through is not None:
@@ -271,9 +273,8 @@ class HierarchicalCache:
         return self.evict(short, component)
 
     def evict(self, num_pages: int, component: int = BACKBONE) -> int:
-        """Evict `num_pages` from the device, copying first under write-back. Returns pages freed.
-
-        When everything evictable is gone and running copies still hold pages, waits for those.
+        """Evict `num_pages` from the device; under write-back they are copied to the host first. Returns how
+        many were freed. Waits up to COPY_WAIT_S for copies in flight if what they lock is needed too.
         """
         dropped = self.supply.num_dropped
         before, target = dropped[component], dropped[component] + num_pages
@@ -294,7 +295,7 @@ class HierarchicalCache:
         return 0 < num_pages <= self.intents.yieldable(component) and self.intents.give_way()
 
     def _write_back(self, num_pages: int, component: int) -> int:
-        """Under write-back, move the coldest `num_pages` to the host, as far as that can be done."""
+        """Under write-back, copy the coldest `num_pages` to the host and drop them here, as far as possible."""
         if (
             self.controller is None
             or self.write_through is None
@@ -315,7 +316,7 @@ class HierarchicalCache:
         return freed
 
     def _all_ended(self, copies: list[Ticket]) -> bool:
-        """Wait for copies; True if the next `settle` applies all of them at once."""
+        """Wait for these copies. Returns whether the next `settle` applies all of them at once."""
         assert self.controller is not None
         ended = self.controller.wait(copies, COPY_WAIT_S)
         if self._ranks is None:
@@ -404,11 +405,11 @@ class HierarchicalCache:
         self.settle()
         deadline = self._clock() + timeout_s
         while len(self.in_flight) and self.controller is not None:
-            left = deadline - self._clock()
-            if left < CLOCK_STEP_S:
+            remaining_s = deadline - self._clock()
+            if remaining_s < CLOCK_STEP_S:
                 return False
             self.start_loading()
-            self.controller.wait(self.in_flight.tickets(), min(left, COPY_WAIT_S))
+            self.controller.wait(self.in_flight.tickets(), min(remaining_s, COPY_WAIT_S))
             self.settle()
         return True
 
@@ -426,7 +427,7 @@ class HierarchicalCache:
         self.tree.check()
         self.intents.check()
         if self.prefetcher is not None:
-            self.prefetcher.check()
+            self.prefetcher.room.check()
         for component, pool in enumerate(self.supply.host_pools):
             owned = self.in_flight.owned(component)
             resident = self.tree.all_pages(HOST, component)

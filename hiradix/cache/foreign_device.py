@@ -1,16 +1,15 @@
 """Copies between the host tier and device pages that are an engine's own, such as vLLM's blocks.
 
-Blocks are never allocated, evicted or freed here: the engine says which hold what, and frees them when it
-likes. A save is ordered while its blocks hold what is to be saved, and stays in flight until every worker
-has copied them. Should the engine hand one of them out again before that, the step that writes to it carries
-a fence: its workers wait for that one copy first. So no request is ever held back from ending, and nothing
-is read after it was overwritten. A block's bytes are the same in all components, which take turns with it,
-so a fence asks for the block alone.
+Blocks are never allocated, evicted or freed here: the engine owns them and frees them when it likes. A save is
+ordered while its blocks hold the data, and is in flight until every worker has copied them. If the engine gives
+one of these blocks to another request before that, the step that writes to it carries a fence: its workers wait
+for that one copy first. So no request is held back from ending, and no block is read after it was overwritten.
+Components take turns with a block's bytes, so a fence names the block alone.
 
-A recurrent state has no place in a table: whoever has a save ordered says in which block it is, and that it
-is the state where the key ends.
+A recurrent state is not in a block table: the caller of `save` says which block holds the state at the key's
+end.
 
-What a load was promised is locked until every worker has loaded it.
+Host pages that a load reads are locked until every worker has loaded them.
 """
 
 from __future__ import annotations
@@ -40,7 +39,8 @@ NO_STATES: Final[StateBlocks] = {}
 class BlockOwner(Protocol):
     """The request whose blocks a copy reads or fills.
 
-    num_saved: leading pages of its tables that are saved or need not be. loads: those under way.
+    num_saved: leading pages of its tables that are saved, being saved, or need not be. loads: tickets of its
+    loads in flight.
     """
 
     num_saved: int
@@ -48,9 +48,11 @@ class BlockOwner(Protocol):
 
 
 class BlockSave(InFlightJob):
-    """A save that some worker may still be doing: pages of `key` from page `start` on, as far as the tree
-    took them. lock: on their path; `locks`, it among them, keep them all. store: the ticket of what follows
-    in storage, which gives these back then."""
+    """One save in flight: the pages of `key` from page `start` on that the tree took.
+
+    lock: on their path. locks: `lock` and those of window pages that it does not keep. store: the ticket of the
+    backup that follows the save and then gives the locks back; None: the save gives them back.
+    """
 
     __slots__ = ("blocks", "device", "key", "lock", "locks", "owner", "start", "store")
 
@@ -78,8 +80,7 @@ class BlockSave(InFlightJob):
 
 
 class PageBackup(InFlightJob):
-    """Saved pages on their way to storage. first_hashed: the page whose hash is the first of those that come
-    back. storage_epoch: see `PathBackup`."""
+    """The backup of saved pages in flight. Fields as of `PathBackup` and `BlockSave`."""
 
     __slots__ = ("device", "first_hashed", "lock", "locks", "start", "storage_epoch")
 
@@ -105,8 +106,8 @@ class PageBackup(InFlightJob):
 
 
 class BlockLoad(InFlightJob):
-    """A load that some worker may still be doing. lock: None where what was promised has gone, as every
-    worker will say. batch_pages: of all loads of its step, which are one batch."""
+    """One load in flight. lock: None where the promised pages are gone; every worker then reports a failure.
+    batch_pages: pages of all loads of its step, which the gate takes as one batch."""
 
     __slots__ = ("batch_pages", "device", "lock", "num_backbone", "owner")
 
@@ -125,10 +126,11 @@ class BlockLoad(InFlightJob):
 
 
 class ForeignDevice:
-    """All saves and loads ordered or under way.
+    """Orders saves and loads between the host tier and an engine's blocks, and applies their results.
 
-    on_saved(owner, start, pages): host pages hold an owner's pages from page `start` on. loads_async: loads
-    run beside other requests' steps.
+    on_saved(owner, start, pages): called when host pages hold the owner's pages from page `start` on.
+    loads_async: loads run beside other requests' steps.
+    _reading: the save in flight that reads a block, by block id; fences come from it.
     """
 
     def __init__(
@@ -144,7 +146,7 @@ class ForeignDevice:
         self._no_regret = no_regret
         self._loads_async = loads_async
         self._on_saved = on_saved
-        self._reading: dict[int, BlockSave] = {}  # by block: the save that reads it
+        self._reading: dict[int, BlockSave] = {}
         self._new_loads: list[BlockLoad] = []
         self._backup = StorageBackup(index.supply, executor, index.in_flight)
         kinds = list(enumerate(index.tree.components))
@@ -170,10 +172,10 @@ class ForeignDevice:
         before_forward: bool = False,
         states: StateBlocks = NO_STATES,
     ) -> None:
-        """Order what the host lacks of `key`, whose pages are in these blocks, and of its storage.
+        """Order copies of the pages of `key`, which are in these blocks, that the host lacks, and their backup.
 
-        As many leading ones as there are blocks without a gap, and host pages. states: where those are that
-        belong to the end of `key`; they are saved if they are all there and so are all the pages.
+        Saves leading pages, as many as have blocks without a gap and as there are host pages for. states: the
+        blocks with the recurrent states at the end of `key`; saved if all pages and all states can be.
         """
         index, num_pages = self._index, key.num_pages(self._index.page_size)
         if index.removals and index.removals.cover(key):
@@ -218,8 +220,8 @@ class ForeignDevice:
         self._order_save(BlockSave(self, owner, key, start, locks, taken), copies, before_forward)
 
     def _lacking_states(self, node: Node, num_pages: int, states: StateBlocks) -> StateBlocks:
-        """Those of a boundary at page `num_pages`, at `node` or below it, that it lacks; none where one of
-        these is in no block."""
+        """The states that a boundary at page `num_pages`, at `node` or below it, lacks; none if one of them is
+        in no block."""
         is_here = node.end == num_pages
         lacking = [c for c in self._states if not (is_here and node.resident(Tier.HOST, c))]
         if any(states.get(component, NULL_BLOCK) == NULL_BLOCK for component in lacking):
@@ -235,14 +237,14 @@ class ForeignDevice:
         return {}
 
     def _use_again(self, node: Node) -> None:
-        """The host has it all. What of it storage lacks, as it failed or came from before storage was
-        attached, is offered again, once no copy of it is under way."""
+        """Nothing is to be saved. Pages that storage lacks, as a put failed or storage was attached later, are
+        put again once no copy of them is in flight."""
         self._index.touch(node)
         if self._executor.storage_attached and self._index.is_ready(node):
             self._backup.store(node)
 
     def _lacking(self, node: Node, component: int, start: int, end: int) -> int:
-        """From which page on the host lacks what a boundary at `end` needs of a window, without a gap."""
+        """The page from which on the host lacks window pages that a boundary at page `end` needs."""
         floor = max(0, end - self._index.tree.components[component].reach)
         for at in self._index.tree.path(node, min(floor, start)):
             if start <= floor or at.resident(Tier.HOST, component):
@@ -258,12 +260,12 @@ class ForeignDevice:
             epoch = self._index.tree.storage_epoch
             follows = PageBackup(self, job.start, store.rows.start, job.locks, job.reads, epoch)
             self._index.in_flight.add(job.store, follows)
-            self._mark_stored(follows, True)  # optimistic; taken back if storage says no
+            self._mark_stored(follows, True)  # so that it is not put twice; undone if the put fails
         job.blocks = [block for copy in copies for block in copy.source.tolist()]
         self._reading.update(dict.fromkeys(job.blocks, job))
 
     def _store_of(self, job: BlockSave) -> StorePayload:
-        """The job's pages of all components, with the tokens that their names are made of."""
+        """The backup of a save's pages, with the token rows that their hashes are made of."""
         node, longest = job.lock.node, max(len(pages) for pages in job.reads.values())
         trailing = tuple(
             TrailingPages(pages, c) for c, pages in job.reads.items() if c == BACKBONE or len(pages)
@@ -271,13 +273,13 @@ class ForeignDevice:
         return StorePayload(self._index.tree.page_rows(node, node.end - longest), trailing)
 
     def fences(self, written: Iterable[int]) -> tuple[Ticket, ...]:
-        """The saves that read any of these blocks, for whichever component it was."""
+        """Tickets of the saves in flight that read any of these blocks."""
         if not self._reading:
             return ()
         return tuple(sorted({self._reading[at].ticket for at in written if at in self._reading}))
 
     def saved(self, job: BlockSave, result: Result) -> None:
-        """No worker reads the job's blocks any more."""
+        """Apply a save's result: no worker reads its blocks any more; the pages are ready or lost."""
         index, pages = self._index, job.reads[BACKBONE]
         for block in job.blocks:
             if self._reading.get(block) is job:
@@ -295,7 +297,7 @@ class ForeignDevice:
             self._unlock(job.locks)
 
     def stored(self, job: PageBackup, result: Result) -> None:
-        """Storage has the first `result.num_pages` of what was saved, the backbone's before others."""
+        """Apply a backup's result: storage has the first `result.num_pages`, backbone pages before others."""
         index, node = self._index, job.lock.node
         count = len(job.reads[BACKBONE])
         came = min(result.num_pages, count)
@@ -320,8 +322,7 @@ class ForeignDevice:
     # -- host to device -----------------------------------------------------------------
 
     def takes(self, num_pages: int) -> bool:
-        """Whether a load of so many pages of the backbone is predicted to be no slower than computing
-        them."""
+        """Whether loading `num_pages` of the backbone is predicted to take no longer than computing them."""
         if self._no_regret.takes(GatedTransfer.LOAD, num_pages):
             return True
         self._index.counters.load_too_slow += num_pages
@@ -330,10 +331,11 @@ class ForeignDevice:
     def load(
         self, owner: BlockOwner, request_id: str, key: RadixKey | None, tables: BlockTables, start: int
     ) -> bool:
-        """Load the pages of `key` from page `start` on into these blocks.
+        """Order a load of the pages of `key` from page `start` on into these blocks.
 
-        False: what was promised has gone since, as nothing pins it before the engine takes it up, or `key`
-        is None. Then the load that is ordered is one that fails, and the engine computes the request again.
+        False: the promised pages were evicted in the meantime, as nothing locks them before the engine accepts
+        the promise, or `key` is None. Then a load that fails is ordered, and the engine computes the tokens
+        again.
         """
         lock = None if key is None else self._index.lock(key)
         copies = None if lock is None else self._copies(lock, tables, start)
@@ -354,8 +356,8 @@ class ForeignDevice:
         return error is None
 
     def _copies(self, lock: Lock, tables: BlockTables, start: int) -> Copies | None:
-        """What is copied into the blocks from page `start` on; None where some of it may not be read, or a state
-        has no block."""
+        """The copies into the blocks from page `start` on; None if a page is not ready or a state has no
+        block."""
         copies = []
         for component, table in enumerate(tables):
             first, pages = self._index.loadable(lock, component, start)
@@ -372,7 +374,7 @@ class ForeignDevice:
         return tuple(copies)
 
     def start_loading(self) -> set[int]:
-        """The loads ordered since the last call are one batch of the step. The blocks that they write to."""
+        """Make one batch of the loads ordered since the last call. Returns the blocks that they write to."""
         if not self._new_loads:
             return set()
         total = sum(job.num_pages for job in self._new_loads)
@@ -384,7 +386,7 @@ class ForeignDevice:
         }
 
     def loaded(self, job: BlockLoad, result: Result) -> None:
-        """Every worker has loaded it, or it failed: what it was then is no longer found."""
+        """Apply a load's result. If it failed, its host pages are marked lost."""
         index = self._index
         job.owner.loads.discard(job.ticket)
         if result.error is None:
@@ -404,7 +406,7 @@ def _as_pages(blocks: Sequence[int]) -> Pages:
 
 
 def _unbroken(table: Sequence[int], start: int, end: int) -> int:
-    """Up to where the table has blocks without a gap."""
+    """The end of the run of blocks in `table[start:end]` that has no gap."""
     end = min(end, len(table))
     for page in range(start, end):
         if table[page] == NULL_BLOCK:

@@ -6,9 +6,9 @@ depend on a hash function the operator chooses, while page hashes computed from 
 every process and engine that shares a store. All workers use the same page numbers, so one index serves
 them.
 
-A page enters the tree when its copy is ordered, so that no second request copies it again, and is ARRIVING
-until every worker has it: nobody is promised it before that. A page whose copy failed is LOST until it can be
-dropped with all that is below it.
+A page enters the tree when its copy is ordered, so that no other request copies it again. It is ARRIVING until
+every worker has copied it, then READY; only ready pages are promised to requests. A page whose copy failed is
+LOST until it can be dropped with everything below it.
 """
 
 from __future__ import annotations
@@ -44,40 +44,44 @@ READY, ARRIVING, LOST = 0, 1, 2
 
 @dataclass(frozen=True)
 class HostHit:
-    """What of a key the host has: leading pages that can be loaded, and whether more are arriving."""
+    """How many leading pages of a key can be loaded, and whether more are arriving."""
 
     num_pages: int
     is_arriving: bool
 
 
 class HostPages(PageAllocator):
-    """A host pool's page ids, and the state of those in the tree. freed: pages given back since
-    `take_freed`."""
+    """The page ids of a host pool, and the state of those in the tree: int8 [num_pages], READY, ARRIVING or
+    LOST.
 
-    def __init__(self, num_pages: int, is_told: bool = True) -> None:
+    records_freed: pages that are freed are kept for `take_freed`.
+    """
+
+    def __init__(self, num_pages: int, records_freed: bool = True) -> None:
         super().__init__(num_pages)
         self.state: npt.NDArray[np.int8] = np.zeros(num_pages, np.int8)
-        self._is_told = is_told  # somebody calls `take_freed`
+        self._records_freed = records_freed
         self._freed: list[Pages] = []
 
     def free(self, pages: npt.ArrayLike) -> None:
-        """Take pages back. They are of no state any more."""
+        """Take pages back, and reset their state."""
         given = np.asarray(pages)
         super().free(given)
         self.state[given] = READY
-        if self._is_told:
+        if self._records_freed:
             self._freed.append(given)
 
     def take_freed(self) -> list[Pages]:
-        """What was given back since the last call."""
+        """The pages freed since the last call."""
         freed, self._freed = self._freed, []
         return freed
 
 
 class HostIndex:
-    """Knows which pages are on the host, by prefix, and what is on its way there. One thread.
+    """Which pages are on the host, by prefix, and which are arriving. One thread.
 
-    supply, in_flight: as of every cache; no device pool is among them. counters: in pages, since start.
+    supply, in_flight: as in `HierarchicalCache`, without device pools. counters: in pages, since start.
+    _lost: (key, first page) of each range of lost pages that is still in the tree.
     """
 
     def __init__(
@@ -94,7 +98,7 @@ class HostIndex:
         self._lost: list[tuple[RadixKey, int]] = []
 
     def open(self, num_pages: Sequence[int]) -> None:
-        """The workers have so many host pages per component. Once, before the first lookup."""
+        """Set how many host pages per component the workers have. Once, before the first lookup."""
         if len(num_pages) != len(self.tree.components):
             raise Misuse(f"{num_pages} for {self.tree.components}")
         self._pools = tuple(
@@ -117,9 +121,9 @@ class HostIndex:
     # -- lookups ----------------------------------------------------------------------------
 
     def find(self, key: RadixKey) -> HostHit:
-        """What of `key` could be loaded now. Leaves nothing pinned.
+        """How much of `key` could be loaded now. Locks nothing.
 
-        Where what the last boundary needs is not all there yet, that is the last one before it.
+        Counts up to the deepest boundary of which all pages are ready.
         """
         node = self.removals.usable(self.tree.match(key)).loadable_node
         usable, is_arriving = self._usable(node)
@@ -129,7 +133,7 @@ class HostIndex:
         return HostHit(usable, is_arriving)
 
     def _usable(self, node: Node) -> tuple[int, bool]:
-        """Up to which page of the path to a boundary all is ready, and whether more than that is arriving."""
+        """Up to which page the path to a boundary is ready, and whether the next page is arriving."""
         usable, is_arriving = node.end, False
         for component in range(len(self.tree.components)):
             floor = self.tree.floor(node, component)
@@ -142,15 +146,15 @@ class HostIndex:
         return usable, is_arriving
 
     def lock(self, key: RadixKey) -> Lock | None:
-        """Keep all whole pages of `key` until `unlock`; None where the host has not got them all."""
+        """Lock all whole pages of `key` until `unlock`; None where the host does not have all of them."""
         node = self.tree.match(key).loadable_node
         if node.end != key.num_pages(self.page_size):
             return None
         return self.tree.lock(node, Tier.HOST)
 
     def lock_windows(self, lock: Lock, begin: int) -> list[Lock]:
-        """`lock`, and more on its path: together they keep all pages from page `begin` on, of which a
-        boundary needs a window's last alone. O(path)."""
+        """`lock` and further locks on its path that together keep all window pages from page `begin` on; one
+        lock alone keeps the last window. O(path)."""
         locks, at = [lock], lock
         while (first := max(at.floors[1:], default=0)) > begin:
             node = next(node for node in self.tree.path(at.node) if node.end <= first)
@@ -176,9 +180,9 @@ class HostIndex:
         self.drop_lost()
 
     def loadable(self, lock: Lock, component: int, start: int) -> tuple[int, Pages]:
-        """Where the pages begin that `lock` keeps of a component, not before `start`, and which they are.
+        """(first page, host pages) of a component that `lock` keeps, from page `start` on at the earliest.
 
-        Of a state, which is of the last page's end alone, that page and the record, wherever `start` is.
+        Of a recurrent state, the key's last page and the one record at its end, wherever `start` is.
         """
         if not self.tree.components[component].per_page:
             return lock.node.end - 1, self.tree.pages(lock.node, Tier.HOST, lock.node.start, component)
@@ -198,11 +202,11 @@ class HostIndex:
         return boundary, boundary if len(self.tree.components) == 1 else self.tree.find(key)
 
     def touch(self, node: Node) -> None:
-        """What is on the way to `node` has been used, though nothing was loaded or saved."""
+        """Count a use of the path to `node` although nothing was loaded or saved."""
         self.unlock(self.tree.lock(node, Tier.HOST))
 
     def used(self, key: RadixKey, ended: Finished) -> None:
-        """A request that has ended used as much of `key` as is here: the policy may learn from it."""
+        """Tell a learning eviction policy that a request has ended which used the resident part of `key`."""
         if self.learner is None:
             return
         lock = self.tree.lock(self.resident_end(key), Tier.HOST)
@@ -212,15 +216,14 @@ class HostIndex:
     # -- entering ---------------------------------------------------------------------------
 
     def alloc(self, num_pages: int, component: int = BACKBONE) -> Pages:
-        """Up to `num_pages` host pages, evicting what is coldest; fewer where all others are in use."""
+        """Up to `num_pages` host pages, evicting the coldest; fewer where the rest is locked."""
         pages = self.supply.alloc_host(min(num_pages, self.supply.host_room(component)), component)
         return NO_PAGES if pages is None else pages
 
     def insert(self, key: RadixKey, pages: Sequence[Pages]) -> tuple[Lock, PagesOf]:
-        """Give `pages`, which end where `key` does and are ARRIVING, to the tree. The lock on all of `key`
-        is the caller's.
+        """Give `pages`, which end where `key` ends, to the tree as ARRIVING. Duplicates are freed.
 
-        Second: the pages of each component that the tree took. What it has already is freed.
+        Returns a lock on all of `key`, which is the caller's, and the pages per component that the tree took.
         """
         done = self.tree.insert(key, Tier.HOST, pages)
         taken = {}
@@ -232,7 +235,7 @@ class HostIndex:
         return done.lock, taken
 
     def arrived(self, taken: PagesOf) -> None:
-        """Every worker has these pages. What was lost meanwhile stays so."""
+        """Every worker has these pages: arriving ones become ready. Lost ones stay lost."""
         for component, pages in taken.items():
             state = self._pools[component].state
             state[pages[state[pages] == ARRIVING]] = READY
@@ -275,7 +278,7 @@ class HostIndex:
     # -- leaving ----------------------------------------------------------------------------
 
     def lose_path(self, lock: Lock) -> None:
-        """A load of what `lock` keeps failed: none of it is promised again."""
+        """A load of the pages that `lock` keeps has failed: mark the whole path lost."""
         for node in self.tree.path(lock.node):
             for pages, pool in zip(_on_host(node, len(self._pools)), self._pools, strict=True):
                 if pages is not None:
@@ -283,19 +286,18 @@ class HostIndex:
         self._lost.append((self.tree.path_key(lock.node), 0))
 
     def lose_all(self) -> None:
-        """Forget everything: at once what nothing locks, the rest when it is unlocked."""
+        """Mark everything lost: what nothing locks is dropped at once, the rest when it is unlocked."""
         for component, pool in enumerate(self._pools):
             pool.state[self.tree.all_pages(Tier.HOST, component)] = LOST
         self._lost += [(self.tree.path_key(top), 0) for top in self.tree.root.children.values()]
         self.drop_lost()
 
     def take_freed(self) -> list[Pages]:
-        """The backbone's pages that were given back since the last call, those that left the tree among
-        them."""
+        """Backbone pages freed since the last call, evicted ones included."""
         return self._pools[BACKBONE].take_freed() if self._pools else []
 
     def close(self) -> None:
-        """The engine ends: what the policy has learned is kept, where it was told to keep it."""
+        """Have a learning eviction policy save what it has learned, if it has a file for that."""
         factory = self.tree.order_factory
         if isinstance(factory, LearningPolicy):
             factory.close()

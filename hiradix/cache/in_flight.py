@@ -2,7 +2,7 @@
 
     order (a record of its kind is made, submitted and `add`ed) -> Result -> `apply` -> record.book(result)
 
-What an order must remember until its outcome comes is in its record, and `book` names the step that follows:
+A record keeps what the planner needs when the result comes, and its `book` calls the step that follows:
 
     WriteThroughCopy  WriteThrough.written              StorageQuery   Prefetcher.found
     LoadBackCopy      LoadBack.loaded                   BatchRead      Reads.arrived
@@ -35,9 +35,12 @@ NO_TICKET: Final = Ticket(-1)
 class InFlightJob:
     """One submitted job.
 
-    owns: host pages that are this job's alone (a destination) until its result is applied.
-    reads: host pages of the tree that the job reads; a lock protects them, except after a reset.
-    Both by component. num_pages: of both, those of a result that is whole. ticket: once it is in the table.
+    owns: host pages by component that the job fills; nobody else may use them until its result is applied.
+    reads: host pages by component that belong to the tree and that the job reads. A lock protects them, except
+        after a reset.
+    num_pages: of both together; a result with as many pages is complete.
+    ticket: NO_TICKET until the job is in the table.
+    orphaned: a reset has cut it off from the tree; its result only gives pages back.
     """
 
     __slots__ = ("kind", "num_pages", "orphaned", "owns", "reads", "ticket")
@@ -56,7 +59,8 @@ class InFlightJob:
         self.orphaned = False
 
     def book(self, result: Result) -> None:
-        """Take the outcome into the tree and the counters: the one step that follows. Here none does."""
+        """Apply the result to the tree and the counters. Called once, by `InFlightJobs.apply`; not for
+        orphans."""
 
 
 class InFlightJobs:
@@ -96,9 +100,10 @@ class InFlightJobs:
             job.book(result)
 
     def orphan_all(self) -> None:
-        """Cut every present job off from the tree. The host pages it used are its own meanwhile.
+        """Cut every present job off from the tree: it now owns the host pages that it reads, too.
 
-        Those that several read are the last one's: where more than one is left, results come in order.
+        A page that several jobs read goes to the last of them: results come in order, so it is freed when no job
+        reads it any more.
         """
         taken: dict[int, Pages] = {}
         for job in reversed(list(self._all())):
@@ -116,7 +121,7 @@ class InFlightJobs:
                     self.num_owned[c] += len(pages) - len(owns.get(c, NO_PAGES))
 
     def owned(self, component: int = BACKBONE) -> Pages:
-        """Host pages owned by jobs in flight, for conservation: each is in no other place."""
+        """Host pages of a component that jobs in flight own; none of them is free or in the tree."""
         pages = (job.owns.get(component, NO_PAGES) for job in self._all())
         return np.concatenate([NO_PAGES, *pages])
 

@@ -1,9 +1,9 @@
-"""Copies upwards from host to device: all promised pages or none.
+"""Load back: host to device, all promised pages or none.
 
-The one documented exception to "nothing is visible before its copy is done": device pages of a load back
-enter the tree at once, because the layer gate orders every reader behind the copy. Until the result is
-applied both ends stay locked. If the copy fails, the pages leave the tree as soon as nobody locks them,
-and no match may reach them in between.
+The one exception to "nothing is visible before its copy is done": the device pages of a load back enter the tree
+at once, because the layer gate orders every reader behind the copy. Until the result is applied the path stays
+locked in both tiers. If the copy fails, the pages leave the tree as soon as nobody locks them, and until then no
+match reaches them (`usable`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NOT_STARTED: Final = -1
 
 
 class Filled(NamedTuple):
-    """Pages of a further component from `start` to the end of `node`, which a load filled."""
+    """Pages of a further component, from page `start` to the end of `node`, that a failed load was to fill."""
 
     node: Node
     component: int
@@ -41,11 +41,13 @@ class Filled(NamedTuple):
 
 
 class LoadBackCopy(InFlightJob):
-    """One load: the backbone's pages [start, node.end) of the path, and segments of others, of which it reads
-    the host's.
+    """One load back: the backbone's pages [start, node.end) of a path, and `others`, segments of further
+    components. reads: the host pages of all of it.
 
-    locks: on the path in both tiers, until it ends. slot: of the gate, once it is started. batch_pages: of
-    all loads started with it. has_failed: after it was started, as only then somebody may wait for it.
+    locks: on the path in host and device tier, until the result is applied.
+    slot: of the layer gate; NOT_STARTED until `start_loading` launches it.
+    batch_pages: pages of all loads launched with it, which the gate takes as one batch.
+    has_failed: it failed after it was launched, so a forward pass may wait for it.
     """
 
     __slots__ = (
@@ -76,10 +78,14 @@ class LoadBackCopy(InFlightJob):
 
 
 class LoadBack:
-    """Brings host-only nodes back to the device.
+    """Brings nodes that are on the host alone back to the device.
 
-    make_room(n, component): evict until n device pages are free.
-    share: turns a number of this rank into the ranks' common one (see `hiradix.cache.agreement`).
+    make_room(n, component): evicts until n device pages are free.
+    share: see `hiradix.cache.agreement`.
+
+    _queued: copies that wait for `start_loading`. _started: launched copies by gate slot, until all of a slot
+    have ended and no failed page of it is in the tree. _failed: (device lock on the last node, first page) of
+    each failed copy whose pages are still in the tree. _failed_others: the same of further components.
     """
 
     def __init__(
@@ -98,10 +104,10 @@ class LoadBack:
         self._in_flight = in_flight
         self._is_plain = len(supply.device_pools) == 1
         self._make_room = make_room
-        self._failed: list[tuple[Lock, int]] = []  # (lock on the last, first page) of copies that failed
-        self._failed_others: list[Filled] = []  # of further components, not below those
-        self._queued: list[LoadBackCopy] = []  # wait for `start_loading`
-        self._started: dict[int, list[LoadBackCopy]] = {}  # by gate slot, while it matters to readers
+        self._failed: list[tuple[Lock, int]] = []
+        self._failed_others: list[Filled] = []
+        self._queued: list[LoadBackCopy] = []
+        self._started: dict[int, list[LoadBackCopy]] = {}
         self._no_regret = no_regret
         self._first_failed_slot = share(self._find_failed_slot)
 
@@ -117,10 +123,11 @@ class LoadBack:
         return [ticket for ticket in self._in_flight.tickets(JobKind.LOAD) if ticket not in queued]
 
     def load(self, node: Node, quota_pages: int | None = None) -> int | None:
-        """Queue the copies that make `node` usable on the device; returns their number of pages.
+        """Queue the copies that make `node` usable on the device. Returns their number of pages.
 
-        None: the device cannot hold all of them (or more than `quota_pages`), and nothing changed. The
-        copies start with the next `start_loading`; until they are done the path stays locked.
+        None, with nothing changed: the device cannot hold all of them, they are more than `quota_pages`, or
+        computing them is predicted to be faster. The copies start with the next `start_loading`; until their
+        result is applied the path stays locked.
         """
         start, num_pages = self._tree.absent_from(node, DEVICE), {BACKBONE: 0}
         if not self._is_plain:
@@ -147,7 +154,7 @@ class LoadBack:
         return total
 
     def _others(self, node: Node) -> list[NodePages]:
-        """What a boundary at `node` lacks on the device of further components."""
+        """Segments of further components that a boundary at `node` lacks on the device."""
         missing = self._tree.missing(node, HOST, DEVICE)
         return [segment for segment in missing if segment.component != BACKBONE]
 
@@ -170,7 +177,7 @@ class LoadBack:
         return found
 
     def _submit(self, node: Node, start: int, pages: PagesOf, locks: tuple[Lock, Lock]) -> None:
-        """Queue one copy for all of it; the tree has its device `pages` at once."""
+        """Queue one copy of all of it. The tree takes the device `pages` over at once."""
         host: dict[int, Pages] = {BACKBONE: self._tree.pages(node, HOST, start)}
         segments = [] if self._is_plain else self._others(node)
         others: list[Copy] = []
@@ -185,7 +192,7 @@ class LoadBack:
         self._queued.append(copy)
 
     def loaded(self, copy: LoadBackCopy, result: Result) -> None:
-        """A load has ended: its pages stay if all of them came, else they leave again (`drop_failed`)."""
+        """Apply a load's result. Complete: the pages stay. Else they leave the tree again (`drop_failed`)."""
         copy.has_ended, num_pages = True, len(copy.reads[BACKBONE])
         if result.num_pages == copy.num_pages:
             self._no_regret.moved(GatedTransfer.LOAD, copy.batch_pages, result.duration_s)
@@ -201,7 +208,7 @@ class LoadBack:
             self._tree.unlock(lock)
 
     def _fail(self, copy: LoadBackCopy) -> None:
-        """Note what a copy that failed has filled. Where that is backbone, our device lock stays on it."""
+        """Note the pages of a failed copy. On backbone pages our device lock stays until they leave the tree."""
         self._failed_others += [Filled(s.node, s.component, s.start) for s in copy.others]
         if copy.start < copy.node.end:
             self._failed.append((copy.locks[1], copy.start))
@@ -210,10 +217,11 @@ class LoadBack:
             self._unlock(copy.locks)
 
     def start_loading(self) -> int:
-        """Launch the queued loads. Returns the gate slot the next forward waits on, -1 if nothing loads.
+        """Launch the queued loads. Returns the gate slot that the next forward pass waits on, -1 if there is
+        none.
 
-        Who waits on it waits for every load whose pages may be matched. As long as a request may still read
-        what a failed one promised, the failed one's slot is returned: it raises.
+        Waiting on it covers every load whose pages a match may reach. While a request may still read pages of a
+        failed load, that load's slot is returned: waiting on it raises LoadFailed.
         """
         self.drop_failed()
         slot = self._controller.start_loading()
@@ -229,7 +237,7 @@ class LoadBack:
         return failed[0] if failed else latest
 
     def _start(self, slot: int) -> None:
-        """All queued loads are one batch now, behind `slot` of the gate."""
+        """All queued loads become one batch behind gate slot `slot`."""
         batch, self._queued = self._queued, []
         num_pages = 0
         for copy in batch:
@@ -239,7 +247,8 @@ class LoadBack:
         self._started[slot] = batch
 
     def _drop_ended(self) -> list[int]:
-        """Forget started slots that matter to no reader. Returns which of the others failed, oldest first."""
+        """Forget started slots that no reader can meet any more. Returns the failed ones of the rest, oldest
+        first."""
         first = self._first_failed_slot()
         failed, ended = [], []
         for slot, copies in self._started.items():
@@ -256,7 +265,8 @@ class LoadBack:
         return failed
 
     def _find_failed_slot(self) -> float:
-        """The oldest started slot that failed, known as soon as its worker says so; inf if none has."""
+        """The oldest launched slot with a failed copy, as the worker reports it, before its result is applied;
+        inf if there is none."""
         gate = self._controller.layer_done_counter
         for slot in self._started:
             if gate.error(slot) is not None:
@@ -270,13 +280,13 @@ class LoadBack:
         return bool(self._failed or self._failed_others)
 
     def _garbage(self) -> set[Node]:
-        """Nodes that a failed load filled (a split may have added upper halves since)."""
+        """Nodes with pages of a failed load, with those that a split has made of them since."""
         ends = [(lock.node, start) for lock, start in self._failed]
         ends += [(filled.node, filled.start) for filled in self._failed_others]
         return {n for node, start in ends for n in self._tree.path(node, start)}
 
     def usable(self, match: Match) -> Match:
-        """`match`, cut above any load that failed and has not left the tree yet."""
+        """`match`, cut above the first node with pages of a failed load."""
         if not self._failed and not self._failed_others:
             return match
         cut = self._topmost_garbage(match.loadable_node)
@@ -298,7 +308,7 @@ class LoadBack:
         return found
 
     def blocks(self, key: RadixKey) -> bool:
-        """Whether the path of `key` leads over pages of a failed load that somebody still locks."""
+        """Whether the path of `key` contains pages of a failed load that somebody still locks."""
         if not self._failed and not self._failed_others:
             return False
         self.drop_failed()
@@ -308,9 +318,9 @@ class LoadBack:
         return self._topmost_garbage(self._tree.find(key)) is not None
 
     def drop_failed(self) -> None:
-        """Take failed loads off the device as far as nobody else locks them.
+        """Drop the pages of failed loads from the device, as far as nobody else locks them.
 
-        Until then our own lock keeps them from leaving by another way, bit by bit, and out of sight.
+        The others keep our own lock, so that they are never evicted piecemeal without being noticed here.
         """
         if not self._failed and not self._failed_others:
             return

@@ -22,11 +22,13 @@ NO_PAGES: Final[Pages] = np.empty(0, np.int32)
 BACKBONE: Final = 0
 
 Share = Callable[[Callable[[], float]], Callable[[], float]]
-"""Makes what one rank measures a number all ranks agree on; with one rank the same function."""
+"""Turns a function that measures something on this rank into one that gives the number all ranks agreed on. With
+one rank, the function itself."""
 
 
 class CappedPages:
-    """The first `num_pages` pages' worth of a pool: what every rank has, where one rank's pool is smaller."""
+    """A pool that gives out at most `num_pages` pages, so that ranks with larger pools fill up when the rank
+    with the smallest one does."""
 
     def __init__(self, inner: PageSource, num_pages: int):
         if num_pages > inner.num_pages:
@@ -59,7 +61,7 @@ class CacheCounters:
     evicted_host: int = 0
     written: int = 0  # device to host copies adopted
     write_failed: int = 0
-    write_refused: int = 0  # not worth what would have had to leave the host for it
+    write_refused: int = 0  # worth less than the host pages that would have been evicted for them
     write_dropped: int = 0  # no host page could be had
     loaded: int = 0  # host to device
     load_failed: int = 0
@@ -68,8 +70,8 @@ class CacheCounters:
     backed_up: int = 0  # host to storage
     backup_failed: int = 0
     prefetched: int = 0  # storage to host
-    prefetched_late: int = 0  # of those, what came when nobody waited for it any more
-    refetched: int = 0  # pages fetched again for one who waits, as one nearer to its turn had the room
+    prefetched_late: int = 0  # of those, pages that arrived after the last request had stopped waiting
+    refetched: int = 0  # pages fetched again, as their room went to a request nearer to its turn
     unfulfilled: dict[str, int] = field(default_factory=dict)  # prefetch pages not delivered, by reason
 
     def miss(self, reason: str, num_pages: int) -> None:
@@ -83,20 +85,24 @@ PagesOf = Mapping[int, Pages]  # by component
 
 
 class PairedSource(PageSource, Protocol):
-    """The border to an engine's windows: a device pool whose pages a model finds beside the backbone's."""
+    """An engine's pool of window pages that a model reaches through backbone pages, as by SGLang's
+    full-to-window map."""
 
     def pair(self, backbone: Pages, pages: Pages, /) -> None:
-        """`pages` lie beside these backbone pages from here on, and beside no others."""
+        """From here on each of `backbone` leads to the page of `pages` at its place, and nothing else does."""
 
 
 class PageSupply:
-    """Allocates pages, evicting unlocked tree data when a pool is short, and frees what the tree returns.
+    """Allocates pages, evicts unlocked tree data when a pool is short, and is the only owner that frees.
 
-    device, host: a source per component of the tree, or the only one's; none: the tree does not have that
-        tier, as where an engine's own block table has the device's pages. A device source with a `pair`
-        method is told what its pages lie beside. From one with an `end_page` the tree takes page ids below
-        that alone.
-    num_dropped: device pages that evictions freed since start, per component.
+    A page is in exactly one of four places: free in its pool, in the tree, held by a request (device) or owned
+    by a job in flight (host). `check_conservation` adds them up.
+
+    device, host: one source per component of the tree, or the source itself if there is one component. None, or
+        (), where the tree does not manage that tier, as with an engine's own block table. `pair` of a device
+        source is called when its pages move to other backbone pages (`PairedSource`). A source's `end_page`
+        bounds the page ids that the tree accepts.
+    num_dropped: device pages that evictions have freed since start, per component.
     """
 
     def __init__(self, tree: RadixTree, device: Sources, host: Sources | None, counters: CacheCounters):
@@ -139,7 +145,8 @@ class PageSupply:
         return self.num_dropped[component] - before
 
     def demote(self, nodes: Iterable[Node], component: int = BACKBONE) -> int:
-        """Drop these nodes' device pages: of the backbone what the host has too. Returns pages freed."""
+        """Drop the device pages of these nodes; of the backbone only those that are on the host too. Returns how
+        many were freed."""
         before = self.num_dropped[component]
         for node in nodes:
             if self.tree.current(node) is None:
@@ -151,10 +158,10 @@ class PageSupply:
         return self.num_dropped[component] - before
 
     def give(self, key: RadixKey, pages: Sequence[Pages], at: Lock | None) -> Lock:
-        """Insert device pages, one array per component, and free what the tree has already.
+        """Insert device pages, one array per component, and free the duplicates.
 
-        A page that the tree takes beside a backbone page of its own, instead of the one it came with, is
-        paired with that before the other is freed.
+        Where the backbone page is a duplicate but its window page is not, the window page is paired with the
+        tree's backbone page before the duplicate is freed.
         """
         done = self.tree.insert(key, DEVICE, pages, at=at)
         duplicates = done.duplicates
@@ -175,13 +182,15 @@ class PageSupply:
         return done.lock
 
     def take_path(self, node: Node, pages: Pages) -> None:
-        """Give the tree the backbone's device pages that end the path to `node`, which has none there."""
+        """Give the tree device pages for the last part of the path to `node`, whose backbone is not on the
+        device."""
         refused = self.tree.adopt(node, BACKBONE, DEVICE, pages)
         if len(refused):
             raise Misuse(f"device pages {refused} for what is resident")
 
     def take_beside(self, segment: NodePages, pages: Pages) -> None:
-        """Give the tree device pages for `segment`, which has none; they lie beside its backbone pages."""
+        """Give the tree device pages for `segment`, which is not on the device, paired with its backbone
+        pages."""
         refused = self.tree.adopt(segment.node, segment.component, DEVICE, pages)
         if len(refused):
             raise Misuse(f"device pages {refused} for what is resident")
@@ -190,10 +199,10 @@ class PageSupply:
             pair(self.tree.pages(segment.node, DEVICE, segment.end - len(pages)), pages)
 
     def check_conservation(self, num_held: int, in_flight: Mapping[int, int]) -> None:
-        """Assert that each page is counted once: free, in the tree, a request's or a transfer's own. O(1).
+        """Assert that free pages, pages in the tree and pages owned elsewhere add up to each pool. O(1).
 
-        num_held: device pages that requests have and the tree has not; of the backbone, as all that is asked
-        of the device. in_flight: host pages of transfers, by component. Holds between steps.
+        num_held: backbone pages on the device that requests own and the tree does not; further components are
+        not checked there. in_flight: host pages that jobs own, by component. Holds between scheduler steps.
         """
         if self.device_pools:
             self._check_pool(DEVICE, BACKBONE, self.device_pools[BACKBONE], num_held)
@@ -218,7 +227,7 @@ class PageSupply:
             self.free_host(own, component)
 
     def host_room(self, component: int = BACKBONE) -> int:
-        """Host pages that are free or can be made so."""
+        """Host pages that are free or evictable."""
         if not self.host_pools:
             return 0
         return self.host_pools[component].available + self.tree.evictable_pages(HOST, component)
@@ -249,7 +258,7 @@ class PageSupply:
         return found
 
     def device_room(self, component: int = BACKBONE) -> int:
-        """Device pages that are free or can be made so."""
+        """Device pages that are free or evictable."""
         return self.device_pools[component].available + self.tree.evictable_pages(DEVICE, component)
 
 
@@ -267,7 +276,8 @@ def gathered(segments: Sequence[NodePages], components: Iterable[int]) -> dict[i
 
 
 def shared_out(pages: PagesOf, segments: Sequence[NodePages]) -> list[tuple[NodePages, Pages]]:
-    """Each segment with its part of `pages`, which are as many as `sizes` says, in the segments' order."""
+    """Each segment with its part of `pages`, the reverse of `gathered`: `pages` has `sizes(segments)` pages of
+    each component, in the segments' order."""
     found: list[tuple[NodePages, Pages]] = []
     if not segments:
         return found

@@ -1,8 +1,8 @@
 """Storage to host, while a request waits in the queue.
 
     query (worker hashes and asks the backend; it holds nothing) -> room for what is there, nearest to its turn
-    first (see `waiting`) -> reads (see `reads`), adopted into the tree as they arrive -> held on the host until
-    the request runs or ends
+    first (see `reserved_room`) -> reads (see `reads`), adopted into the tree as they arrive -> held on the
+    host until the request runs or ends
 
 The request is told when to go on by the prefetch policy; what arrives after that still enters the tree. Who
 has no room yet is given it later by itself, and so is who had to let go of what was fetched for it. Host
@@ -11,7 +11,7 @@ pages are allocated only when the hit length is known. Every path ends in `_fini
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Final
 
 import numpy as np
@@ -22,18 +22,15 @@ from hiradix.cache.in_flight import InFlightJob, InFlightJobs
 from hiradix.cache.pages import BACKBONE, PageSupply
 from hiradix.cache.prefetch_state import Arrivals, Prefetch, PrefetchPhase, StorageHit
 from hiradix.cache.reads import Reads
-from hiradix.cache.waiting import Calls, HeldPages, Sharing, WaitingOrder, Wish, fit, on_device_only
+from hiradix.cache.reserved_room import ReservedRoom, Wish, on_device_only
+from hiradix.cache.waiting import WaitingOrder
 from hiradix.errors import Misuse
 from hiradix.policy.no_regret import GatedTransfer, NoRegret
 from hiradix.policy.prefetch_policy import PrefetchPolicy
 from hiradix.transfer import JobKind, Result, StorageExecutor
-from hiradix.tree import HOST, Lock, Node, RadixKey, RadixTree
+from hiradix.tree import Node, RadixKey, RadixTree
 
 MAX_QUERIES: Final = 4  # of one request, where what was on the host when it was asked for has gone since
-
-MAX_ROOMS: Final = 4  # of one request, which lets go of them: at the last, what it waits is not counted anew
-
-MAX_ROUNDS: Final = 3  # of sharing out room at once: who joined a prefetch that has ended may have some
 
 
 class StorageQuery(InFlightJob):
@@ -60,7 +57,7 @@ class StorageQuery(InFlightJob):
 
 
 class Prefetcher:
-    """All prefetches under way, and the host room of requests that wait, by request handle.
+    """All prefetches under way, by request handle. `room` is the host room of requests that wait.
 
     What is decided here follows from requests, agreed results and the common clock, so ranks decide alike.
     on_entered(handle, first, node): the pages of `handle` from page `first` to the end of `node` were read for
@@ -81,7 +78,6 @@ class Prefetcher:
         num_adopted: Callable[[], float] = lambda: 0.0,
     ):
         self.policy = policy
-        self.num_short = 0  # requests whose pages were found and that have no room for them, as of `balance`
         self._tree: RadixTree = supply.tree
         self._supply = supply
         self._executor = executor
@@ -92,9 +88,9 @@ class Prefetcher:
         self._waiting = WaitingOrder()
         self._running: list[Prefetch] = []  # not DONE; outlives the handle of an aborted request
         self._loaded: dict[Hashable, tuple[int, int]] = {}  # first page, pages
-        self._is_stale = False  # something has happened that may let somebody have room
-        self._lacking: Prefetch | None = None  # may have room, and the host has not the pages for it
-        self.num_held = 0  # pages of the backbone that are held for those who wait, or read, as of `balance`
+        self.room = ReservedRoom(
+            supply, self._waiting, self._running, lambda: self.caps, self._want, self._begin
+        )
 
     def _make_reads(
         self, arrivals: Arrivals, no_regret: NoRegret, agree: Agree | None
@@ -111,6 +107,15 @@ class Prefetcher:
     def __len__(self) -> int:
         return len(self._running)
 
+    @property
+    def caps(self) -> list[int]:
+        """Pages of each component that are held for those who wait, at most."""
+        return [self.policy.limits.capacity_pages(pool.num_pages) for pool in self._supply.host_pools]
+
+    def state(self) -> tuple[int, ...]:
+        """What is the same on all ranks: prefetches under way, requests that wait, those without room."""
+        return len(self._running), len(self._waiting), self.room.num_short
+
     def clear(self) -> None:
         """Forget everything (after a reset; the jobs in flight are orphans now)."""
         for p in (*self._running, *self._waiting):
@@ -118,8 +123,7 @@ class Prefetcher:
         self._waiting.clear()
         self._running.clear()
         self._loaded.clear()
-        self._lacking = None
-        self.num_short = self.num_held = 0
+        self.room.clear()
 
     # -- the request's side -------------------------------------------------------------
 
@@ -138,7 +142,7 @@ class Prefetcher:
         p = Prefetch(handle, key, asked, node.end, self._clock(), limit_s, node, had_end=node.end)
         p.num_adopted = self._num_adopted()
         self._waiting.add(p)
-        self._is_stale = True
+        self.room.is_stale = True
         if not asked:
             p.phase, p.wants_hold = PrefetchPhase.DONE, True
             return False
@@ -152,14 +156,14 @@ class Prefetcher:
         asked = key.num_pages(self._tree.page_size) - node.end
         if asked <= 0 or not self.policy.worth_asking(asked):
             return 0
-        asked = min(asked, self.reads.most(key, node) + self.num_held)
+        asked = min(asked, self.reads.most(key, node) + self.room.num_held)
         return asked if self.policy.worth_asking(asked) else 0
 
     def in_order(self, handles: Sequence[Hashable]) -> None:
         """The order in which requests that wait will run, next first; those not named are behind. Until this
         is called, it is the order in which `progress` asks for them, else that of their arrival."""
         if self._waiting.set_order(handles):
-            self._is_stale = True
+            self.room.is_stale = True
 
     def progress(self, handle: Hashable) -> bool:
         """True when the request should go on to be scheduled, with whatever is in the tree by now."""
@@ -188,7 +192,7 @@ class Prefetcher:
         p = self._waiting.get(handle)
         if p is None or p.goes_on:
             return 0
-        p = _waits_with(p)
+        p = p.waits_with
         if p.phase is PrefetchPhase.READ:
             return p.coming_pages
         if p.phase is PrefetchPhase.FOUND and p.hit is not None:
@@ -217,9 +221,9 @@ class Prefetcher:
             return
         self._report(p)
         self._waiting.remove(p)
-        self._is_stale = True
+        self.room.is_stale = True
         if p.phase is PrefetchPhase.DONE:
-            self._unlock(p)
+            self.room.release(p)
         else:
             self._go_on(p)
 
@@ -289,21 +293,21 @@ class Prefetcher:
     def _takes_what_there_is(self, p: Prefetch) -> bool:
         """Where the host has not the pages for `p`, which could run, read as much as it has pages for: those
         that are being written, or that others use, are not waited for. False: `p` has nothing to wait for."""
-        other = _waits_with(p)
-        if other is not self._lacking or other.phase is not PrefetchPhase.FOUND:
+        other = p.waits_with
+        if other is not self.room.lacking or other.phase is not PrefetchPhase.FOUND:
             return True
-        self._lacking, self._is_stale = None, True
+        self.room.lacking, self.room.is_stale = None, True
         wish = self._want(other)
         return (wish is None or self._begin(other, wish, is_part=True)) and p.phase is not PrefetchPhase.DONE
 
     def _go_on(self, p: Prefetch) -> None:
         """The request of `p` waits no more for what has not come: it has ended, or has had its time."""
         if self._waiting.has(p):
-            p.goes_on = p.is_late = True
+            p.goes_on = p.timed_out = True
             reason = "host_capacity" if p.phase is PrefetchPhase.FOUND else "deadline"
             found = 0 if p.hit is None else len(p.hit.hashes)
             self._supply.counters.miss(reason, found if p.phase is PrefetchPhase.FOUND else p.unread_pages)
-        p.is_wanted, self._is_stale = False, True
+        p.is_wanted, self.room.is_stale = False, True
         self._drop_unwanted(p)
 
     def _drop_unwanted(self, p: Prefetch) -> None:
@@ -322,84 +326,7 @@ class Prefetcher:
         """Whether a request waits for `p`, its own or one that joined it."""
         return p.is_wanted or any(q.primary is p for q in self._running)
 
-    def _unlock(self, p: Prefetch) -> None:
-        """Nothing is held for `p` any more."""
-        p.wants_hold = False
-        locks = p.lock, p.beside
-        p.lock = p.beside = None
-        for lock in locks:
-            if lock is not None:
-                self._tree.unlock(lock)
-
-    # -- host room ----------------------------------------------------------------------
-
-    @property
-    def caps(self) -> list[int]:
-        """Pages of each component that are held for those who wait, at most."""
-        return [self.policy.limits.capacity_pages(pool.num_pages) for pool in self._supply.host_pools]
-
-    def reserved_pages(self) -> list[int]:
-        """Pages of each component that are held for those who wait, or being read for them. One whose pages
-        exceed the cap has all of it, alone. O(held nodes)."""
-        held = HeldPages(self._tree, self._holders())
-        return [min(count, cap) for count, cap in zip(held.pages, self.caps, strict=True)]
-
-    def _holders(self) -> Iterator[Prefetch]:
-        """All that have room, among them those that read on for no request of their own."""
-        for p in self._waiting:
-            if p.has_room:
-                yield p
-        for p in self._running:
-            if p.has_room and not self._waiting.has(p):
-                yield p
-
-    def state(self) -> tuple[int, ...]:
-        """What is the same on all ranks: prefetches under way, requests that wait, those without room."""
-        return len(self._running), len(self._waiting), self.num_short
-
-    def next_round(self) -> None:
-        """The engine asks anew, from the next to run on, which of those who wait may run."""
-        if self._waiting.next_round() or self._lacking is not None:
-            self._is_stale = True
-        self.balance()
-
-    @property
-    def is_due(self) -> bool:
-        """Whether `next_round` may change something although nothing was asked for or has come since the last
-        one. Deadlines are looked at by `progress` alone."""
-        return self._is_stale or self._lacking is not None
-
-    def balance(self) -> None:
-        """Give room to those who wait for it, the nearest to its turn first. Next to nothing where nothing has
-        happened since the last call."""
-        if not self._is_stale:
-            return
-        for _ in range(MAX_ROUNDS):
-            self._is_stale, self._lacking = False, None
-            candidates = self._candidates()
-            if not any(p.phase is PrefetchPhase.FOUND or p.wants_hold for p in candidates):
-                break
-            calls = Calls(self._want, self._begin, self._let_go)
-            Sharing(self._tree, self.caps, list(self._holders()), calls).share_out(candidates)
-            if not self._is_stale:
-                break
-        self.num_short, self.num_held = 0, self.reserved_pages()[BACKBONE]
-        for p in self._running:
-            if p.phase is PrefetchPhase.FOUND:
-                self.num_short += 1
-                p.has_waited = True
-
-    def _candidates(self) -> list[Prefetch]:
-        """Those who have room or may get it, nearest first. In the place of one that joined another, which
-        waits for room itself, stands that other."""
-        found: dict[Prefetch, None] = {}
-        for p in self._waiting:
-            other = _waits_with(p)
-            if other is not p and other.phase is PrefetchPhase.FOUND:
-                found[other] = None
-            elif p.phase is not PrefetchPhase.DONE or p.lock is not None or p.wants_hold:
-                found[p] = None
-        return list(found)
+    # -- room for what storage has ----------------------------------------------------------
 
     def _want(self, p: Prefetch) -> Wish | None:
         """What room `p` needs now, which has none; None if none: it asks storage again, or has joined another,
@@ -430,7 +357,7 @@ class Prefetcher:
             return False
         if p.phase is PrefetchPhase.DONE:
             self._running.append(p)
-            self._unlock(p)
+            self.room.release(p)
         p.asked_pages, p.start_page, p.anchor, p.hit = asked, node.end, node, None
         p.wants_hold, p.started_s = False, self._clock()
         p.begins_at(node.end)
@@ -442,19 +369,13 @@ class Prefetcher:
         """Hold what the host has of `p`, and read the rest. False: the host has no pages for it, as others
         than those who wait have them.
 
-        is_part: what there are pages for is enough, as for one that exceeds the room.
+        is_part: as many as there are pages for are enough.
         """
-        lock = self._tree.lock(wish.node, HOST)
-        is_part = is_part or not fit(wish.coming, [0] * len(wish.coming), self.caps)
-        room = [self._supply.host_room(component) for component in range(len(wish.coming))]
-        if not (any(room) if is_part else fit(wish.coming, [0] * len(room), room)):
-            self._tree.unlock(lock)
-            self._lacking = p
+        if not self.room.take(p, wish, is_part):
             return False
-        p.lock, p.anchor = lock, wish.node
         if p.phase is PrefetchPhase.DONE:
             p.wants_hold = False
-            self._keep_held(p, lock)
+            self.room.keep(p)
         elif p.hit is None or wish.node.end >= p.hit.end:
             self._finish(p)
         else:
@@ -472,37 +393,6 @@ class Prefetcher:
         self.reads.hold(p, wish.beside)
         if not self.reads.submit(p, hit.part(wish.node.end, hit.end)):
             self._finish(p)
-
-    def _let_go(self, p: Prefetch) -> None:
-        """Hold nothing for `p` any more, as one that runs before it needs the room; later it is given room
-        again."""
-        if p.lock is None:
-            raise Misuse("nothing is held for a prefetch that lets go")
-        p.had_end = p.lock.node.end
-        self._unlock(p)
-        if p.goes_on:
-            return
-        p.has_waited = True
-        if p.num_rooms < MAX_ROOMS:
-            p.room_since_s = -1.0
-        if p.hit is None:
-            p.wants_hold = True
-        else:
-            p.phase = PrefetchPhase.FOUND
-            self._running.append(p)
-
-    def check(self) -> None:
-        """Assert that room is held for those who wait alone, and no more than the cap of it unless one that
-        exceeds it alone is being read. O(held nodes)."""
-        holders = list(self._holders())
-        for p in holders:
-            if p.phase is PrefetchPhase.DONE and not self._waiting.has(p):
-                raise Misuse(f"{p.handle} waits no more, and pages are held for it")
-        if not fit(HeldPages(self._tree, holders).pages, [0] * len(self.caps), self.caps):
-            alone = [HeldPages(self._tree, [p]).pages for p in holders if p.phase is PrefetchPhase.READ]
-            if all(fit(pages, [0] * len(pages), self.caps) for pages in alone):
-                held = HeldPages(self._tree, holders).pages
-                raise Misuse(f"{held} pages are held for those who wait, of {self.caps}")
 
     # -- the transfer's side ------------------------------------------------------------
 
@@ -554,7 +444,7 @@ class Prefetcher:
             self._tree.set_hashes(anchor, query.first_hashed, result.hashes[:skip])
         if result.error is not None and not p.stopped:
             self._supply.counters.miss("storage_transfer", p.asked_pages)
-        p.nothing_there = result.error is None and result.num_pages == 0
+        p.found_nothing = result.error is None and result.num_pages == 0
         chain = None if query.first_hashed else result.hashes
         names = result.hashes[skip : skip + result.num_pages]
         after = result.hashes[skip - 1] if skip and result.hashes else query.prior
@@ -563,7 +453,7 @@ class Prefetcher:
         if p.is_measured:
             self.reads.no_regret.answered(query.asked, len(names) if is_read else 0, result.duration_s)
         if is_read:
-            p.hit, p.phase, self._is_stale = hit, PrefetchPhase.FOUND, True
+            p.hit, p.phase, self.room.is_stale = hit, PrefetchPhase.FOUND, True
         else:
             self._finish(p)
 
@@ -582,7 +472,7 @@ class Prefetcher:
         """Look for an earlier boundary, among the first `num_pages` pages asked for."""
         p.asked_pages, p.hit = num_pages, None
         if self.policy.worth_asking(num_pages) and self._executor.storage_attached:
-            self._unlock(p)
+            self.room.release(p)
             self._query(p)
         else:
             self._finish(p)
@@ -592,40 +482,16 @@ class Prefetcher:
         look again."""
         if p.tickets or p.unread_pages != 0:
             raise Misuse(f"a prefetch ends with tickets {p.tickets} and {p.unread_pages} pages unread")
-        p.phase, self._is_stale = PrefetchPhase.DONE, True
+        p.phase, self.room.is_stale = PrefetchPhase.DONE, True
         self._running.remove(p)
         if not self._waiting.has(p):
-            self._unlock(p)
+            self.room.release(p)
         elif p.lock is None:
             p.wants_hold = True
         else:
-            self._keep_held(p, p.lock)
+            self.room.keep(p)
         for joined in [q for q in self._running if q.primary is p]:
             self._retry(joined, p)
-
-    def _keep_held(self, p: Prefetch, lock: Lock) -> None:
-        """Hold what the host has for `p` until its turn: nothing that the device alone has, and no more than the
-        cap."""
-        before, p.beside = p.beside, None
-        if before is not None:
-            self._tree.unlock(before)
-        p.had_end, caps = lock.node.end, self.caps
-        is_whole = fit(HeldPages(self._tree).more_at(lock.node), [0] * len(caps), caps)
-        if on_device_only(self._tree, lock.node) or (not is_whole and len(caps) > 1):
-            self._unlock(p)
-        elif not is_whole:
-            self._hold_first(p, lock, caps[BACKBONE])
-
-    def _hold_first(self, p: Prefetch, lock: Lock, num_pages: int) -> None:
-        """Hold the first pages only of what has come."""
-        node: Node | None = None
-        self._tree.cut(lock.node, num_pages)
-        for n in self._tree.path(lock.node):
-            if n.end <= num_pages:
-                node = n
-                break
-        p.lock = None if node is None else self._tree.lock(node, HOST)
-        self._tree.unlock(lock)
 
     def _retry(self, p: Prefetch, primary: Prefetch) -> None:
         """A joined prefetch goes on for what the primary did not bring: with another one that will bring as
@@ -638,10 +504,10 @@ class Prefetcher:
         p.asked_from(node)
         p.had_end = max(p.had_end, node.end)
         if p.hit is not None and p.hit.start <= node.end < p.hit.end:
-            p.phase, self._is_stale = PrefetchPhase.FOUND, True
+            p.phase, self.room.is_stale = PrefetchPhase.FOUND, True
             return
         was_tried = not primary.stopped or primary.num_rooms > 0
-        may_gain = gained or not was_tried or not (primary.nothing_there or p.gained_nothing)
+        may_gain = gained or not was_tried or not (primary.found_nothing or p.gained_nothing)
         p.gained_nothing = was_tried and not gained
         if not (
             may_gain
@@ -654,13 +520,6 @@ class Prefetcher:
         least_pages = min(p.asked_pages, max(1, self.policy.limits.threshold_pages))
         if not self._join(p, node, least_pages):
             self._query(p)
-
-
-def _waits_with(p: Prefetch) -> Prefetch:
-    """The prefetch that brings the pages of `p`: itself, or what it has joined."""
-    while p.phase is PrefetchPhase.JOINED and p.primary is not None:
-        p = p.primary
-    return p
 
 
 def _common_pages(key: RadixKey, other: RadixKey, page_size: int) -> int:

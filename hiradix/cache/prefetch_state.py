@@ -42,9 +42,9 @@ class Prefetch:
     end_page: int = sys.maxsize  # the first page that did not come: what lies behind cannot be used
     has_failed: bool = False  # that page was not gone: reading it failed
     storage_epoch: int = 0  # the tree's when storage was asked
-    nothing_there: bool = False  # storage said so of its first page
+    found_nothing: bool = False  # storage said so of its first page
     is_wanted: bool = True  # its own request waits for it
-    is_late: bool = False  # its request waited as long as it may: what was unread then is counted
+    timed_out: bool = False  # its request waited as long as it may: what was unread then is counted
     stopped: bool = False  # nobody waits for it any more
     loaded_pages: int = 0
     loaded_end: int = 0  # the page behind the last of those
@@ -76,6 +76,14 @@ class Prefetch:
         return self.lock is not None or self.phase is PrefetchPhase.READ
 
     @property
+    def waits_with(self) -> Prefetch:
+        """The prefetch that brings its pages: itself, or the one it has joined."""
+        p = self
+        while p.phase is PrefetchPhase.JOINED and p.primary is not None:
+            p = p.primary
+        return p
+
+    @property
     def coming_pages(self) -> int:
         """Host pages that its reads fill, which are not in the tree yet."""
         if self.phase is not PrefetchPhase.READ:
@@ -99,7 +107,7 @@ class Prefetch:
     @property
     def is_measured(self) -> bool:
         """Whether what it took says something of storage: nobody let go of it before its time."""
-        return not self.stopped or self.is_late
+        return not self.stopped or self.timed_out
 
     def ended(self, ticket: Ticket, num_asked: int, num_came: int, duration_s: float) -> None:
         """One of its reads is back."""
@@ -119,7 +127,7 @@ class Prefetch:
         """Count pages that failed to come: no fault of storage where nobody waits for them any more."""
         if not self.stopped:
             counters.miss("storage_transfer", num_pages)
-        elif not self.is_late:
+        elif not self.timed_out:
             counters.miss("dropped", num_pages)
 
 

@@ -1,5 +1,5 @@
-"""The reads of a prefetch of full attention alone: each batch is adopted as it arrives, and a match may end
-in any of its pages."""
+"""The reads of a prefetch for models with full attention alone: each batch enters the tree as it arrives, and a
+prefix may end at any page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hiradix.tree import Node, RadixKey
 
 
 class BatchRead(InFlightJob):
-    """A batch of a prefetch's hits on its way into the host pages that it owns."""
+    """One batch of a prefetch's hit, on its way into the host pages that the job owns."""
 
     __slots__ = ("found", "p", "submitter")
 
@@ -29,9 +29,9 @@ class BatchRead(InFlightJob):
 
 
 class Reads:
-    """Submits reads and adopts what they bring.
+    """Submits reads and gives the tree what they bring.
 
-    finish(p): nothing more will arrive for `p`. no_regret: which reads are worth their time.
+    finish(p): called once no more will arrive for `p`. no_regret: hears how long reads took.
     """
 
     def __init__(
@@ -50,34 +50,35 @@ class Reads:
         self._finish = finish
 
     def most(self, key: RadixKey, node: Node) -> int:
-        """How many of `key`'s pages behind `node` may be asked for."""
+        """The most pages of `key` behind `node` that storage may be asked for: all of them."""
         return key.num_pages(self._arrivals.tree.page_size) - node.end
 
     def num_known(self, p: Prefetch) -> int:
-        """Of how many pages behind the anchor storage need not be asked for the backbone."""
+        """How many pages behind the anchor have their backbone in a tier, so that storage is not asked for
+        it."""
         return 0
 
     def knows(self, p: Prefetch, hit: StorageHit) -> bool:
-        """Whether what storage was not asked for, as a tier had it, is still there: it was asked for all."""
+        """Whether backbone pages that storage was not asked for are still there: it was asked for all."""
         return True
 
     def coming(self, p: Prefetch, node: Node, end: int) -> list[int]:
-        """Pages of each component that are read for a match at page `end` where one at `node` can be had."""
+        """Host pages per component that reads must fill to get from a match at `node` to one at page `end`."""
         return [end - node.end]
 
     def kept(self, p: Prefetch, node: Node, end: int) -> Node:
-        """Where what is kept for that match meanwhile ends: at `node`."""
+        """The node up to which resident backbone pages must be kept until then: `node` itself."""
         return node
 
     def hold(self, p: Prefetch, node: Node) -> None:
-        """Keep what the tiers have up to `node`, of `kept`: nothing, as the anchor of `p` is locked."""
+        """Lock the path to `node`, which `kept` gave: nothing to do, as the anchor of `p` is locked."""
 
     def windows(self) -> list[TrailingWindow]:
-        """What storage must have of further components where hits end."""
+        """The trailing windows of further components that storage must have where a hit ends: none."""
         return []
 
     def submit(self, p: Prefetch, found: StorageHit) -> bool:
-        """Submit reads for what was found, as far as the host can take it; False if it can take nothing."""
+        """Submit reads for the pages of `found`, as far as the host has room; False if it has none."""
         batch_pages, at = self._executor.limits.batch_pages, found.start
         while at < found.end:
             num_pages = min(batch_pages, found.end - at, self._supply.host_room())
@@ -103,7 +104,8 @@ class Reads:
         self._in_flight.add(ticket, BatchRead(self, p, batch, host_pages))
 
     def arrived(self, read: BatchRead, result: Result) -> None:
-        """A read has ended: what continues the prefetch without a gap enters the tree, the rest is freed."""
+        """Apply a read's result: pages that continue the prefetch without a gap enter the tree, the rest are
+        freed, and after a gap the reads behind it are cancelled."""
         p, batch, host_pages = read.p, read.found, read.owns[BACKBONE]
         start, count = batch.start, len(host_pages)
         p.ended(read.ticket, count, result.num_pages, result.duration_s)
@@ -118,7 +120,7 @@ class Reads:
                 p.end_page, p.has_failed = start + usable, result.error is not None
                 for behind in p.tickets:
                     self._executor.cancel(behind)
-            if p.has_failed:  # also what came behind a page that did not is of no use
+            if p.has_failed:  # pages behind a missing one count as lost, too
                 p.lost(count - usable, self._supply.counters)
         if not p.tickets:
             p.report_to(self.no_regret)

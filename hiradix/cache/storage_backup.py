@@ -1,11 +1,11 @@
-"""Host to storage: what it lacks of a path, and of the boundaries on it.
+"""Backup: host to storage.
 
-The backbone goes in runs of nodes, from the root on. What further components a boundary needs, its trailing
-window or its record, follows it whole, once all of it is on the host: without that, storage has no boundary
-there, whatever it has of the backbone.
+The backbone is put in runs of nodes, from the root on. The further components that a boundary needs (a trailing
+window, a state record) follow in one job, once all of them are on the host: without them no prefix can end
+there, however much of the backbone storage has.
 
-What failed, or was forgotten by storage, is tried again with the next use of its path: each use looks at the
-whole path and takes every run of nodes that storage lacks.
+A backup that failed is not queued again. The next use of its path looks at the whole path and puts every run of
+nodes that storage lacks (`Node.stored`, `Node.boundary_stored`).
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from hiradix.transfer import JobKind, Result, StorageExecutor, TrailingPages
 from hiradix.tree import HOST, UNBOUNDED, Lock, Node, RadixTree
 from hiradix.tree.tree import extended
 
-OFFER_AGAIN_USES: Final = 64  # a node used that often is offered to storage again, which may have lost it
+OFFER_AGAIN_USES: Final = 64  # after so many uses a node is put again, as storage may have evicted it
 
 
 class PathBackup(InFlightJob):
-    """The backbone's host pages of the path from page `start` to the end of `node`, on their way to storage.
+    """Backbone pages on their way to storage: those from page `start` to the end of `node`.
 
-    first_hashed: the page whose hash is the first of those that come back. lock: on the path, meanwhile.
-    storage_epoch: the tree's when it was put; what storage has forgotten since is not there any more.
+    first_hashed: the page that the first hash of the result belongs to. lock: on the path in the host tier,
+    until the result is applied. storage_epoch: the tree's when the job was submitted; if storage was cleared or
+    replaced since, the result says nothing of it.
     """
 
     __slots__ = ("backup", "first_hashed", "lock", "node", "start", "storage_epoch")
@@ -55,7 +56,7 @@ class PathBackup(InFlightJob):
 
 
 class BoundaryBackup(InFlightJob):
-    """What the boundary at `node` needs of further components, on its way to storage. As `PathBackup`."""
+    """The further components of the boundary at `node` on their way to storage. Fields as of `PathBackup`."""
 
     __slots__ = ("backup", "first_hashed", "lock", "node", "storage_epoch")
 
@@ -80,7 +81,7 @@ class BoundaryBackup(InFlightJob):
 
 
 class StorageBackup:
-    """Brings host pages to storage, where one is attached."""
+    """Puts host pages into storage, where one is attached. _ending: nodes whose boundary is in flight."""
 
     def __init__(self, supply: PageSupply, executor: StorageExecutor, in_flight: InFlightJobs):
         self._tree: RadixTree = supply.tree
@@ -88,14 +89,15 @@ class StorageBackup:
         self._executor = executor
         self._in_flight = in_flight
         self._others = list(enumerate(supply.tree.components))[1:]
-        self._ending: set[Node] = set()  # whose boundaries are being stored
+        self._ending: set[Node] = set()
 
     def clear(self) -> None:
-        """Forget what is being stored (after a reset)."""
+        """Forget the boundaries in flight (after a reset)."""
         self._ending.clear()
 
     def offer_again(self, node: Node) -> None:
-        """A request runs on the path to `node`, counted already: now and then forget that storage has it."""
+        """Mark nodes on the path to `node` as not stored, each once in OFFER_AGAIN_USES uses; the next `store`
+        puts them again. Call it after the uses were counted."""
         if self._executor.storage_attached:
             at = self._tree.current(node)
             while at is not None and at.parent is not None:
@@ -104,9 +106,9 @@ class StorageBackup:
                 at = at.parent
 
     def store(self, node: Node) -> None:
-        """Store what is lacking of the path to `node`, root first.
+        """Put every part of the path to `node` that storage lacks, root first.
 
-        Not what is below a node that is neither there nor on the host: nobody could reach it.
+        Nothing below a node that is neither in storage nor on the host: no lookup could reach it.
         """
         if not self._executor.storage_attached:
             return
@@ -137,7 +139,8 @@ class StorageBackup:
             self._submit_boundary(n, known)
 
     def store_below(self, node: Node) -> None:
-        """Store what went down before `node`, as evicted leaves do: it can be reached now."""
+        """Put descendants that were copied to the host before `node` was, as write-back copies leaves first:
+        only now can a lookup reach them."""
         if not self._executor.storage_attached:
             return
         at = self._tree.current(node)
@@ -149,17 +152,17 @@ class StorageBackup:
                 below.extend(child.children.values())
 
     def _submit(self, node: Node, start: int) -> None:
-        """Store the backbone's host pages of the path from page `start` to the end of `node`."""
+        """Submit the backbone's host pages from page `start` to the end of `node`."""
         lock = self._tree.lock(node, HOST)
         host_pages = self._tree.pages(node, HOST, start=start)
         rows = self._tree.page_rows(node, start)
-        self._mark_stored(node, start, True)  # optimistic; taken back if the backend says no
+        self._mark_stored(node, start, True)  # so that no second job is submitted; undone if the put fails
         epoch = self._tree.storage_epoch
         record = PathBackup(self, node, start, rows.start, host_pages, lock, epoch)
         self._in_flight.add(self._executor.write_storage(rows, host_pages), record)
 
     def stored_path(self, record: PathBackup, result: Result) -> None:
-        """Storage has the first `result.num_pages` of what was put."""
+        """Apply a result: storage has the first `result.num_pages` of the pages."""
         node, start, num_pages = record.node, record.start, record.num_pages
         if result.hashes:
             self._tree.set_hashes(node, record.first_hashed, result.hashes)
@@ -179,8 +182,8 @@ class StorageBackup:
     # -- further components ---------------------------------------------------------------
 
     def _lacking_boundaries(self, path: Sequence[Node]) -> list[tuple[Node, int]]:
-        """Nodes of a root-first path whose boundaries storage lacks and the host has; and for each, where the
-        last one above it ends that storage is known to have. O(path)."""
+        """Nodes of a root-first path whose boundaries are on the host and not in storage, each with the page
+        where the last boundary above it ends that storage has (0: none). O(path)."""
         found, known, runs = [], 0, [UNBOUNDED] * len(self._others)
         for n in path:
             for i, (component, _) in enumerate(self._others):
@@ -192,7 +195,8 @@ class StorageBackup:
         return found
 
     def _submit_boundary(self, node: Node, known: int) -> None:
-        """Store what a boundary at `node` needs of further components, but for pages before `known`."""
+        """Submit the further components of the boundary at `node`, without pages before `known`, which storage
+        has."""
         lock = self._tree.lock(node, HOST)
         start = node.end
         pages: dict[int, Pages] = {}
@@ -212,7 +216,7 @@ class StorageBackup:
         self._in_flight.add(self._executor.write_storage(rows, NO_PAGES, trailing), record)
 
     def stored_boundary(self, record: BoundaryBackup, result: Result) -> None:
-        """Storage has the boundary if it took all that this needs."""
+        """Apply a result: storage has the boundary if it took all pages of it."""
         node = record.node
         if result.hashes:
             self._tree.set_hashes(node, record.first_hashed, result.hashes)

@@ -1,12 +1,12 @@
-"""Copies from device to host: write-through and write-back. What arrives goes on to storage
+"""Copies from device to host: write-through and write-back. Pages that arrive are then offered to storage
 (`storage_backup`).
 
-A copy is two-phase: the path is locked and host pages are allocated when it is submitted; the host pages
-enter the tree when the result is applied. Nodes may be split in between: `adopt` addresses pages by
-where the node ends, so a split does not matter.
+A copy has two phases. When it is submitted, the path is locked and host pages are allocated, which the job owns.
+When its result is applied, the tree adopts them, and the locks are given back. The path's nodes may be split in
+between: `adopt` addresses pages by the page where the node ends, so a split changes nothing.
 
-What failed or was dropped for want of room is tried again with the next use of its path: each use looks at
-the whole path and takes every run of nodes that the host lacks.
+A copy that failed, or that found no room, is not queued again. The next use of its path looks at the whole path
+and copies every run of nodes that is not on the host.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ from hiradix.tree import DEVICE, HOST, Lock, Node, NodePages, RadixTree, ids
 
 
 class WriteThroughCopy(InFlightJob):
-    """One copy down: the backbone's pages [start, node.end) of the path, and segments of others.
+    """One copy to the host: the backbone's pages [start, node.end) of a path, and `others`, segments of further
+    components.
 
-    source: the backbone's device pages. It owns the host pages they go to; the segments' in their order.
-    locks: what it gives back when it ends.
+    source: the backbone's device pages. owns: the host pages of all of it, the segments' in their order.
+    locks: on the path; given back when the result is applied.
     """
 
     __slots__ = ("locks", "node", "others", "source", "start", "write_through")
@@ -63,7 +64,7 @@ class WriteThroughCopy(InFlightJob):
         self.locks = locks
 
     def copies(self) -> list[Copy]:
-        """What the controller copies beside the backbone."""
+        """The copies of further components, as the controller takes them."""
         source = gathered(self.others, (c for c in self.owns if c != BACKBONE))
         return [Copy(pages, self.owns[c], c) for c, pages in source.items()]
 
@@ -72,7 +73,12 @@ class WriteThroughCopy(InFlightJob):
 
 
 class WriteThrough:
-    """Decides with the write policy what goes down a tier, and brings it there."""
+    """Copies device pages to the host where the write policy says so.
+
+    _writing: per component a mask over device page ids; True while a copy of the page is in flight, so that no
+        page is copied twice. Set and cleared by `_mark` alone.
+    _is_plain: the model has full attention alone, so that a path is all a boundary needs.
+    """
 
     def __init__(
         self, supply: PageSupply, controller: HiCacheController, in_flight: InFlightJobs, policy: WritePolicy
@@ -86,7 +92,6 @@ class WriteThrough:
         self._in_flight = in_flight
         self.storage_backup = StorageBackup(supply, controller, in_flight)
         self._is_plain = len(supply.device_pools) == 1
-        # by component: device pages that are being copied down
         self._writing = [np.zeros(pool.num_pages + 1, np.bool_) for pool in supply.device_pools]
 
     def clear(self) -> None:
@@ -96,14 +101,14 @@ class WriteThrough:
         self.storage_backup.clear()
 
     def on_insert(self, node: Node) -> None:
-        """Something was given to the tree at `node`, or found there: copy down what is due on its path."""
+        """Copy to the host whatever is due on the path of `node`, which was just inserted or used again."""
         if self.policy.writes_on_insert:
             for last, start in self._due(node):
                 self._submit(last, start)
                 if self._learner is not None and not self._is_plain:
                     self._submit_inner(last, start)
             if not self._is_plain and (others := self._others(node, node.end)):
-                self._submit(node, node.end, others)  # what its boundary lacks beside the backbone
+                self._submit(node, node.end, others)  # further components that its boundary needs
         self.storage_backup.store(node)
 
     def copy_down(self, node: Node) -> bool:
@@ -130,8 +135,8 @@ class WriteThrough:
         return not others or self._submit(node, node.end, others, is_wished=True) is not None
 
     def _submit_inner(self, node: Node, start: int) -> None:
-        """What ends between page `start` of a path and `node` needs beside the backbone, which goes down only
-        now: each insert has ended somewhere, and had this wait."""
+        """Copy the further components of the boundaries between page `start` of the path and `node`. Earlier
+        inserts ended there, and their backbone is copied only now."""
         at = node
         while at.parent is not None:
             at = self._tree.boundaries(at.parent).device_node
@@ -144,8 +149,8 @@ class WriteThrough:
     # -- device to host -----------------------------------------------------------------
 
     def _due(self, node: Node) -> list[tuple[Node, int]]:
-        """What to copy of the path, root first: (the last node, the first page) of each run of nodes with
-        neither a host copy nor one under way."""
+        """The runs of nodes on the path that have neither a host copy nor one in flight, root first: (last node,
+        first page) of each. Ends above the first node that the policy does not write yet."""
         runs: list[tuple[Node, int]] = []
         last: Node | None = None  # of the run that the walk is in
         at = self._tree.current(node)
@@ -177,11 +182,13 @@ class WriteThrough:
         is_new: bool = True,
         is_wished: bool = False,
     ) -> WriteThroughCopy | None:
-        """Start one copy of the path from page `start` to `node`, as far as the host pool can take it.
+        """Submit one copy of the path from page `start` to `node`, as far as the host pool can take it. Returns
+        the job, or None if nothing could be copied.
 
-        Along goes what else the boundary it ends in needs, or `others`. What is new, not about to leave the
-        device, must be worth its room, if nobody wished for it; and its path is locked in both tiers first, so
-        that making room takes no host copy above it (see `write_back`).
+        others: segments of further components to copy along; None: those that the boundary at the copy's end
+        lacks. is_new: written through, not written back on eviction. Then the pages must be worth their room,
+        unless they were wished for (`is_wished`), and the path is locked in both tiers first, so that making
+        room evicts no host copy above it (see `write_back`).
         """
         locks = self._locked(node) if is_new or not self._is_plain else []
         wanted, last = self._affordable(node, start, is_new and not is_wished)
@@ -199,8 +206,9 @@ class WriteThrough:
         return self._write(target, start, others or [], host, locks)
 
     def _affordable(self, node: Node, start: int, is_new: bool) -> tuple[int, Node | None]:
-        """Of the path from page `start` to `node`: (where what is worth its room ends, the last node that the
-        host has room for or None). With storage all is: what the host refused, that would never see."""
+        """How much of the path from page `start` to `node` to copy: (the page where the part worth its room
+        ends, the last node that the host has room for, or None). With storage attached every page is worth it,
+        as pages reach storage only by way of the host."""
         learns = is_new and self._learner is not None and not self._controller.storage_attached
         refused = self._refused(node, node.end - start) if learns else 0
         if refused <= 0 and (learns or node.end - start <= self._supply.host_room()):
@@ -210,10 +218,8 @@ class WriteThrough:
         return nodes[-1].end if nodes else start, fitting[-1] if fitting else None
 
     def _fitting(self, nodes: list[Node]) -> list[Node]:
-        """The front of a root-first run that the host has room for.
-
-        A node that can never be there whole, since its path is longer than the host, is cut.
-        """
+        """The first nodes of a root-first run that the host has room for. A node that could never fit, as its
+        path is longer than the host pool, is cut."""
         host, room = self._supply.host, self._supply.host_room()
         for i, n in enumerate(nodes):
             if n.num_pages > room:
@@ -226,8 +232,8 @@ class WriteThrough:
         return nodes
 
     def _refused(self, node: Node, num_pages: int) -> int:
-        """Of the last `num_pages` of the path of `node`, those not worth more than what would have to leave
-        for them; for the others it leaves at once."""
+        """How many of the last `num_pages` of the path are worth no more than the host pages that would be
+        evicted for them. For the rest these are evicted at once."""
         assert self._supply.host is not None
         short = num_pages - self._supply.host.available
         if short <= 0:
@@ -245,7 +251,7 @@ class WriteThrough:
         return nodes
 
     def _evict_for(self, node: Node, num_pages: int) -> int:
-        """Evict host pages that are worth less than `node`; how many, about `num_pages` at most."""
+        """Evict host pages that are worth less than `node`, about `num_pages` at most. Returns how many."""
         assert self._learner is not None and self._supply.host is not None
         before = self._supply.host.available
         self._learner.make_way(HOST, node)
@@ -254,8 +260,8 @@ class WriteThrough:
         return self._supply.host.available - before
 
     def _others(self, node: Node, start: int) -> list[NodePages]:
-        """What a boundary at `node` lacks on the host of further components, where the backbone is there,
-        on its way, or goes down too: from page `start` on."""
+        """Segments of further components that a boundary at `node` lacks on the host. Only beside backbone pages
+        that are there, in flight, or copied along: those from page `start` on."""
         if self._is_plain:
             return []
         found = []
@@ -270,7 +276,7 @@ class WriteThrough:
         return found
 
     def _host_pages(self, num_pages: int, others: list[NodePages] | None) -> PagesOf | None:
-        """Host pages for so many of the backbone and for `others`; None if they cannot be had."""
+        """Host pages for `num_pages` of the backbone and for `others`; None if not all can be had."""
         if not others:
             pages = self._supply.alloc_host(num_pages) if num_pages else NO_PAGES
             return None if pages is None else {BACKBONE: pages}
@@ -281,7 +287,7 @@ class WriteThrough:
     def _write(
         self, node: Node, start: int, others: list[NodePages], host: PagesOf, locks: list[Lock]
     ) -> WriteThroughCopy:
-        """Submit one copy to `host`, which gives `locks` back when it ends."""
+        """Submit one copy to the pages `host`, which the job owns from here on, as it does `locks`."""
         source = self._tree.pages(node, DEVICE, start=start) if start < node.end else NO_PAGES
         copy = WriteThroughCopy(self, node, start, source, others, host, locks)
         self._mark(copy, True)
@@ -290,13 +296,14 @@ class WriteThrough:
         return copy
 
     def _mark(self, copy: WriteThroughCopy, is_written: bool) -> None:
-        """Note that the device pages of `copy` are being copied down, or no more."""
+        """Note that the copy of these device pages is in flight, or has ended."""
         ids.mark(self._writing[BACKBONE], copy.source, is_written)
         for segment in copy.others:
             ids.mark(self._writing[segment.component], segment.pages, is_written)
 
     def written(self, copy: WriteThroughCopy, result: Result) -> None:
-        """A copy has ended: the tree gets its host pages if all of it came, and storage what it lacks."""
+        """Apply a copy's result. Complete: the tree adopts its host pages, and storage is offered them. Else
+        they are freed."""
         self._mark(copy, False)
         ok = result.num_pages == copy.num_pages
         if ok:
@@ -322,9 +329,9 @@ class WriteThrough:
                 self._supply.free_host(refused, segment.component)
 
     def _locked(self, node: Node) -> list[Lock]:
-        """Locks under which the path's pages stay: in the host tier, which keeps on the device what the host
-        has not. With further components also on the device, of which a copy may take more than a boundary
-        needs."""
+        """Locks that keep the path's pages until they are copied: one in the host tier, which also keeps device
+        pages without a host copy. With further components a second one on the device, as a copy may take more of
+        them than a boundary at `node` needs."""
         if self._is_plain:
             return [self._tree.lock(node, HOST)]
         return [self._tree.lock(node, HOST), self._tree.lock(node, DEVICE)]
@@ -336,11 +343,12 @@ class WriteThrough:
     def write_back(
         self, num_pages: int, component: int = BACKBONE
     ) -> tuple[list[Node], list[WriteThroughCopy]]:
-        """Start copying what a device eviction of `num_pages` would drop: (its victims, the copies).
+        """Start copies of what a device eviction of `num_pages` would drop: (the victims, the copies).
 
-        With one component the copies hold no lock, as giving one back is a use: what is above a victim would
-        become the last to go. So either they have ended when anything else happens to the tree, or they are
-        `keep`ed. With several, making room for one may drop another, so they do.
+        With one component these copies hold no lock: giving a lock back counts as a use, which would make the
+        victims' ancestors the hottest of all. So the caller waits for their end before anything else touches the
+        tree, or else locks them by `keep`. With several components making room for one copy may evict the source
+        of another, so each holds its locks from the start.
         """
         victims = self._tree.coldest(component, DEVICE, num_pages)
         copies = []
@@ -359,9 +367,8 @@ class WriteThrough:
         return victims, copies
 
     def _lost_with(self, node: Node) -> list[NodePages]:
-        """What boundaries at or below `node` lose with its further components on the device.
-
-        A record was taken where a match may end; a window's pages lie everywhere, and few are behind an end.
+        """Segments of further components at `node` that are on the device alone and that a boundary at or below
+        it needs. Of a state that is every record; of a window only pages near enough to a leaf or a branch.
         """
         found = []
         for component in range(1, len(self._writing)):
@@ -378,6 +385,6 @@ class WriteThrough:
         return found
 
     def keep(self, copies: Iterable[WriteThroughCopy]) -> None:
-        """Lock what is being copied, until it is."""
+        """Lock the paths of these copies until their results are applied."""
         for copy in copies:
             copy.locks.extend(self._locked(copy.node))

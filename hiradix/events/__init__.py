@@ -5,7 +5,7 @@
 Nothing here is imported, and nothing is noted, unless events are asked for.
 """
 
-from hiradix.events.config import KVEventsConfig, parse_kv_events_config
+from hiradix.events.config import KVEventsConfig, parse_kv_events_config, read_kv_events_config
 from hiradix.events.open import open_publisher
 from hiradix.events.recorder import KVEvents
 from hiradix.events.wire_events import (
@@ -20,5 +20,5 @@ from hiradix.events.wire_events import (
 
 __all__ = [
     "AllBlocksCleared", "BlockRemoved", "BlockStored", "Event", "KVEvents", "KVEventsConfig", "Medium",
-    "Naming", "open_publisher", "parse_kv_events_config", "storage_medium",
+    "Naming", "open_publisher", "parse_kv_events_config", "read_kv_events_config", "storage_medium",
 ]  # fmt: skip

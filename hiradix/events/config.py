@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hiradix.config import load_mapping
+from hiradix.config_files import load_mapping
 from hiradix.errors import ConfigError
 from hiradix.settings import MAX_PORT, require_bool, require_choice, require_int
 
@@ -22,7 +23,7 @@ _TCP = re.compile(r"tcp://(?P<host>\[[^\]]+\]|[^:/\s]+):(?P<port>\d{1,5})\Z")
 
 @dataclass(frozen=True)
 class KVEventsConfig:
-    """What is published where. Raises ConfigError naming the key.
+    """Which events are published, and where. Raises ConfigError naming the key.
 
     endpoint: of the PUB socket, `tcp://HOST:PORT` (port 0: any free one) or `ipc://PATH`. Host `*` is the
         address the HTTP server listens on, and every address where there is none.
@@ -69,7 +70,11 @@ class KVEventsConfig:
 
 def parse_kv_events_config(text: str | None) -> KVEventsConfig:
     """`text` is JSON, `@path` to a .json, .toml or .yaml file, or nothing: no events."""
-    values: dict[str, Any] = load_mapping(FLAG, text)
+    return read_kv_events_config(load_mapping(FLAG, text))
+
+
+def read_kv_events_config(values: Mapping[str, Any]) -> KVEventsConfig:
+    """The same from the object itself; none of its keys is no events."""
     known = {entry.name for entry in dataclasses.fields(KVEventsConfig)}
     if unknown := sorted(set(values) - known):
         raise ConfigError(f"{_name(unknown[0])}: unknown key, expected one of {', '.join(sorted(known))}")

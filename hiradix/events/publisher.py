@@ -98,7 +98,8 @@ class Publisher:
         return self.config.bind if self.config.bind is not None else tcp is None or tcp[0] in WILDCARDS
 
     def describe(self, block_size: int) -> dict[str, Any] | None:
-        """What `/server_info` tells subscribers of the sockets; None if they cannot find them. Any thread."""
+        """The sockets as `/server_info` shows them to subscribers; None if these cannot reach them. Any
+        thread."""
         tcp = split_tcp(self.config.endpoint)
         if tcp is None:
             return None

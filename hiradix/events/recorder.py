@@ -65,7 +65,7 @@ class KVEvents:
         self._tree = tree
         self._changes: list[TierChange] = []
         self._has_named_storage = False
-        tree.watch = self
+        tree.add_watch(self)
 
     # -- the scheduler's thread: what the tree tells ------------------------------------------
 
@@ -112,7 +112,7 @@ class KVEvents:
                     self.stored(node, tier)
 
     def take_changes(self) -> list[TierChange]:
-        """What was noted since the last call, for `events_of`."""
+        """The changes noted since the last call, for `events_of`."""
         changes, self._changes = self._changes, []
         return changes
 

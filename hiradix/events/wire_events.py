@@ -87,13 +87,13 @@ class Naming:
     lora_name: Callable[[str | None], str | None] = _no_name
 
     def prior(self, space: Namespace) -> bytes:
-        """What the chain of hashes of a namespace starts from."""
+        """The seed of a namespace's chain of hashes."""
         if space.cache_salt is None:
             return b""
         return hashlib.sha256(_SALT_TAG + space.cache_salt.encode()).digest()
 
     def seed(self, space: Namespace) -> bytes:
-        """What names are hashed with once more; b"" for not at all."""
+        """The salt with which names are hashed once more; b"" for none."""
         if self.is_dynamo:
             return tagged_seed(_NAMESPACE_TAG, space.extra_key, space.cache_salt)
         if space.extra_key is None or self.lora_name(space.extra_key) is None:

@@ -1,4 +1,4 @@
-"""Who has which page: page allocator, its face in slots (SGLang's names), table of requests' slots.
+"""Allocation of device memory: page allocator, its face in slots (SGLang's names), table of requests' slots.
 
 All three belong to the scheduler thread and take no locks.
 """

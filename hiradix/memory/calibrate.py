@@ -62,7 +62,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was measured between two pools: a curve per candidate, for copies of `num_layers` layers."""
+    """Measurements between two pools: a curve per candidate, for copies of `num_layers` layers."""
 
     num_layers: int
     curves: tuple[Curve, ...]
@@ -111,7 +111,7 @@ class CalibratedTransport:
         chosen.copy_pages(src, dst, src_pages, dst_pages, layers)
 
     def chosen(self, src: Pool, dst: Pool, num_pages: int, num_layers: int) -> Transport:
-        """What copies so many pages of so many layers between the pools."""
+        """The transport to use for a copy of that many pages and layers."""
         choice = self._choices.get(src, dst)
         return self._fallback if choice is None else self.candidates[choice.best(num_pages, num_layers)]
 

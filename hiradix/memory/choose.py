@@ -74,7 +74,7 @@ def _for_cuda(io_backend: str, device: torch.device, pools: tuple[Pool, HostPool
 def _sound(
     transports: Sequence[Transport | None], pools: tuple[Pool, HostPool] | None
 ) -> Iterator[Transport]:
-    """Those there are and that copy right between the pools, asked one after the other."""
+    """The transports that exist and copy correctly between the pools, tried one after the other."""
     for transport in transports:
         if transport is None:
             continue

@@ -22,10 +22,8 @@ class NumaNode:
 
 
 def node_of(device: torch.device, read: ReadText = read_text) -> NumaNode | None:
-    """The node a CUDA device hangs on; None on a CPU, or where the machine does not say.
-
-    None, with a warning, too if the process may not run on any CPU of that node.
-    """
+    """The node a CUDA device is attached to; None on a CPU, where the machine does not say, or (with a warning)
+    where the process may not run on any CPU of that node."""
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)

@@ -27,7 +27,7 @@ class LayerCounter(Protocol):
 
 
 class Pool:
-    """What a transport needs of a pool: its arrays as planes and views, made once by `_keep`.
+    """A pool as transports need it: its arrays as planes and views, made once by `_keep`.
 
     cuts: addresses that no single copy by CUDA may go over. cut_pages: pages that begin at one of them, in any
     array and layer. page_limit: page ids are below this.

@@ -21,7 +21,7 @@ _Pages = tuple[PageIds, PageIds]  # of the device and of the host
 
 
 def fault_of(transport: Transport, device: Pool, host: HostPool) -> str | None:
-    """What is wrong with its copies between the pools, in words; None if all bytes arrive, both ways.
+    """The fault of its copies between the pools, in words; None if all bytes arrive, both ways.
 
     Overwrites pages of both, with zeros at last. Compared with the torch transport, a few pages, loads layer
     by layer and writes at once, as they are used.

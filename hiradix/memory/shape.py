@@ -1,4 +1,4 @@
-"""What one token's cached data consists of: the arrays of an attention kind, their heads and element type."""
+"""The arrays of one token's cached data, by kind of attention, with their heads and element type."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ArraySpec:
 
 
 class CacheShape(Protocol):
-    """What pools, layouts and transports ask of an attention kind. New kinds are new records of arrays."""
+    """A kind of attention, as pools, layouts and transports see it. New kinds are new records of arrays."""
 
     @property
     def num_layers(self) -> int: ...

@@ -84,7 +84,7 @@ class TorchTransport:
 
 
 class PerPair(Generic[T]):
-    """What a transport keeps of pairs of pools, source and destination, while both live."""
+    """Values that a transport keeps for pairs of pools, source and destination, while both live."""
 
     def __init__(self) -> None:
         self._kept: WeakKeyDictionary[Pool, WeakKeyDictionary[Pool, T]] = WeakKeyDictionary()
@@ -100,7 +100,7 @@ class PerPair(Generic[T]):
         self._kept.setdefault(src, WeakKeyDictionary())[dst] = value
 
     def of(self, src: Pool, dst: Pool, make: Callable[[Pool, Pool], T]) -> T:
-        """What is kept of the pair, made first if there is nothing."""
+        """The value of a pair, made if there is none."""
         value = self.get(src, dst)
         if value is None:
             value = make(src, dst)
@@ -138,7 +138,7 @@ Views = tuple[torch.Tensor, torch.Tensor]
 
 
 def _view_pairs(src: Pool, dst: Pool, array: int, span: range) -> Iterator[Views]:
-    """What to copy of one array: both sides as [P, S, H, D] per layer, or once [L, P, S, H, D]."""
+    """The copy of one array: both sides as [P, S, H, D] per layer, or once [L, P, S, H, D]."""
     source, target = src.stacked_view(array), dst.stacked_view(array)
     if source is not None and target is not None and len(span) > 1 and not (src.cuts or dst.cuts):
         yield source[span.start : span.stop], target[span.start : span.stop]

@@ -83,6 +83,37 @@ static PyObject *name_of(PyObject *self, PyObject *const *args, Py_ssize_t nargs
     return PyBytes_FromStringAndSize((const char *)&name, sizeof(name));
 }
 
+/* The names of consecutive rows of a run, each behind the one before: eight bytes a row. */
+static PyObject *names_of(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 5 || !PyBytes_CheckExact(args[0]) || !PyBytes_CheckExact(args[1])) {
+        return PyErr_Format(PyExc_TypeError, "names_of takes two bytes and three numbers");
+    }
+    Py_ssize_t length = PyBytes_GET_SIZE(args[1]), count, step, size;
+    if ((count = number(args[2], 0, length)) < 0 || (step = number(args[3], 1, PY_SSIZE_T_MAX)) < 0 ||
+        (size = number(args[4], step, PY_SSIZE_T_MAX)) < 0) {
+        return NULL;
+    }
+    if (count > 0 && (size > length || (count - 1) > (length - size) / step)) {
+        return PyErr_Format(PyExc_AssertionError, "%zd rows of %zd bytes, %zd apart, of %zd", count, size, step, length);
+    }
+    PyObject *names = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(uint64_t));
+    if (names == NULL) {
+        return NULL;
+    }
+    char *out = PyBytes_AS_STRING(names);
+    const char *run = PyBytes_AS_STRING(args[1]), *prior = PyBytes_AS_STRING(args[0]);
+    Py_ssize_t prior_size = PyBytes_GET_SIZE(args[0]);
+    for (Py_ssize_t row = 0; row < count; row++) {
+        uint64_t name = hashed(hashed(0, prior, prior_size), run + row * step, size);
+        memcpy(out, &name, sizeof(name));
+        prior = out;
+        prior_size = sizeof(name);
+        out += sizeof(name);
+    }
+    return names;
+}
+
 static int make_key(void)
 {
     PyObject *os = PyImport_ImportModule("os");
@@ -100,6 +131,7 @@ static int make_key(void)
 
 static PyMethodDef methods[] = {
     {"name_of", (PyCFunction)(void (*)(void))name_of, METH_FASTCALL, NULL},
+    {"names_of", (PyCFunction)(void (*)(void))names_of, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -18,7 +18,7 @@ STATE_NAME = "state"  # what storage calls records of recurrent state
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """What makes one model's KV different from another's; part of every storage key.
+    """Everything that makes one model's KV different from another's; part of every storage key.
 
     model_id: name or digest of the weights. revision: of the weights, when known.
     """
@@ -78,7 +78,7 @@ def stored_pages(
     page_size: int | None = None,
     layers: Sequence[int] | None = None,
 ) -> ComponentPages:
-    """What storage is told of a host pool's pages, as `page_fingerprint`.
+    """A host pool's pages as they are described to storage, with their `page_fingerprint`.
 
     Pages that all tensor parallel ranks have alike are no rank's. page_size: tokens of the pages that name
     what the pool has, where that is a record. layers: the model's number of each of the pool's.
@@ -106,5 +106,5 @@ def is_replicated(pool: HostPool) -> bool:
 
 
 def component_name(window_tokens: int | None) -> str:
-    """What storage calls the pages of a sliding window of so many tokens; None: of full attention."""
+    """The name in storage of the component with a sliding window of `window_tokens`; None: full attention."""
     return "" if window_tokens is None else f"window-{window_tokens}"

@@ -12,7 +12,8 @@ from hiradix.tree import DEVICE, Lock, Node, RadixTree
 
 
 class LockReceipt:
-    """What `inc_lock_ref` returns and `dec_lock_ref` takes. delta: tokens that became protected, negated.
+    """The receipt that `inc_lock_ref` returns and `dec_lock_ref` takes. delta: tokens that became protected,
+    negated.
 
     lock: the tree's, which has no floors once it is given back. cache_locks: of the cache that gave it.
     """

@@ -54,15 +54,15 @@ def digests_of(files: Iterable[Path], make: Make, look: Look = lambda stream: b"
     look: pieces of an open file, or their digest: a note is used only where they are the same.
     """
     found: dict[Path, bytes] = {}
-    left = {file: _Note(file, look) for file in files}
-    while left:
-        before = len(left)
-        for file, note in list(left.items()):
+    pending = {file: _Note(file, look) for file in files}
+    while pending:
+        before = len(pending)
+        for file, note in list(pending.items()):
             digest = note.digest(make)
             if digest is not None:
                 found[file] = digest
-                del left[file]
-        if left and len(left) == before:
+                del pending[file]
+        if pending and len(pending) == before:
             time.sleep(_POLL_S)
     return found
 
@@ -186,7 +186,7 @@ def _shows_changes(stream: BinaryIO) -> bool:
 
 
 def _stat_of(stream: BinaryIO) -> tuple[str, ...]:
-    """What tells an open file from another, and from itself after a change. Asked of the open file, since a
+    """Identifies an open file and its present contents. Taken from the descriptor, since a
     network file system looks again when it opens one."""
     stat = os.fstat(stream.fileno())
     return tuple(map(str, (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)))

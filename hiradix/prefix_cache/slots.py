@@ -93,7 +93,7 @@ class SlotTable:
 
 
 class _Answer:
-    """What the keys of one growing sequence were answered last. Slots behind those of `pages` are room."""
+    """The last answer for the keys of one growing sequence. Slots behind those of `pages` are room to grow."""
 
     __slots__ = ("source", "pages", "slots")
 

@@ -1,4 +1,4 @@
-"""What a prefix cache tells people and metrics: a snapshot of sizes, counts and transfers, in tokens."""
+"""A snapshot of a prefix cache for logs and metrics: sizes, counts and transfers, in tokens."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def stats_of(
         window=window,
         state=state,
         unfulfilled={reason: count * page_size for reason, count in unfulfilled.items()},
-        waiting_reserved=0 if prefetcher is None else prefetcher.reserved_pages()[BACKBONE] * page_size,
+        waiting_reserved=0 if prefetcher is None else prefetcher.room.reserved_pages()[BACKBONE] * page_size,
         waiting_cap=0 if prefetcher is None else prefetcher.caps[BACKBONE] * page_size,
-        num_waiting_for_room=0 if prefetcher is None else prefetcher.num_short,
+        num_waiting_for_room=0 if prefetcher is None else prefetcher.room.num_short,
         num_in_flight=len(cache.in_flight),
         storage_attached=storage is not None,
         storage_backend=None if attached is None else attached.name,

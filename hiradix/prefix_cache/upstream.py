@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hiradix.config import ExtraConfig, HiCacheConfig, load_mapping, parse_extra_config
+from hiradix.config import ExtraConfig, HiCacheConfig, parse_extra_config
+from hiradix.config_files import load_mapping
 from hiradix.errors import ConfigError
 from hiradix.memory import DevicePool
 from hiradix.memory.engine_pools import device_pool, layout_of, window_pools

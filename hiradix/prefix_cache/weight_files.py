@@ -199,7 +199,7 @@ def _digest(files: Iterable[Path]) -> str:
 
 
 def _blob_name(file: Path) -> str | None:
-    """What a file of Hugging Face's cache is called by its contents; None of others."""
+    """The content hash by which Hugging Face's cache names a file; None for other files."""
     target = file.resolve()
     is_blob = file.is_symlink() and target.parent.name == "blobs" and _SHA256.fullmatch(target.name)
     return target.name if is_blob else None
@@ -207,12 +207,12 @@ def _blob_name(file: Path) -> str | None:
 
 def _part_digest(file: Path, begin: int, alive: Callable[[], None]) -> bytes:
     """alive: called for each buffer that was read."""
-    digest, left, buffer = hashlib.sha256(), _PART_BYTES, memoryview(bytearray(_BUFFER_BYTES))
+    digest, remaining, buffer = hashlib.sha256(), _PART_BYTES, memoryview(bytearray(_BUFFER_BYTES))
     with file.open("rb", buffering=0) as stream:
         stream.seek(begin)
-        while left and (count := stream.readinto(buffer[: min(left, _BUFFER_BYTES)])):
+        while remaining and (count := stream.readinto(buffer[: min(remaining, _BUFFER_BYTES)])):
             digest.update(buffer[:count])
-            left -= count
+            remaining -= count
             alive()
     return digest.digest()
 

@@ -86,8 +86,8 @@ class Traits:
     backend does as it is told by `StorageContext.ragged`. width: requests that it has under way at once; a
     call gets at least so many pages of a batch, staging memory growing with it. deletes: `delete` gives the
     page's bytes back. checks_keys: it raises BadKey itself, before it does anything else; otherwise the guard
-    looks at all keys first, which takes 5 us for 128. lands: `get` fills a page that is a `Landing` by that
-    one's methods alone, never by its buffers or addresses; the guard then gives it the caller's own pages,
+    looks at all keys first, which takes 5 us for 128. in_place: `get` fills a page that is a `InPlacePage` by
+    that one's methods alone, never by its buffers or addresses; the guard then gives it the caller's own pages,
     without a copy, and takes them back when it gives the call up. guarded: it passes calls on to guards of
     its own, whose breakers tell what is slow or hangs: that a call of the whole took long is no failure of
     the whole.
@@ -100,7 +100,7 @@ class Traits:
     width: int = 1
     deletes: bool = True
     checks_keys: bool = False
-    lands: bool = False
+    in_place: bool = False
     guarded: bool = False
 
 
@@ -195,7 +195,7 @@ class StorageBackend(Protocol):
         ...
 
     def forget_tenant(self, tenant: str) -> int | None:
-        """Forget every page of a tenant: how many there were. None: this store cannot tell whose pages are."""
+        """Forget every page of a tenant: how many there were. None: this store cannot tell whose they are."""
         return None
 
     def forget_behind(self, batch: Batch) -> int | None:

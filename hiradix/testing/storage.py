@@ -1,4 +1,4 @@
-"""What every storage backend must do: mixins for pytest to inherit, with `open` filled in.
+"""The contract of every storage backend: mixins for pytest to inherit, with `open` filled in.
 
     from hiradix.testing.storage import FINGERPRINT, StorageContract
 
@@ -44,7 +44,7 @@ def keys_of(count: int, start: int = 0) -> list[str]:
 
 
 def bytes_of(key: str, num_bytes: int = PAGE_BYTES) -> bytes:
-    """What is stored under `key`: the same wherever it is computed."""
+    """The page stored under `key`, the same wherever it is computed."""
     return random.Random(f"page {key}").randbytes(num_bytes)
 
 

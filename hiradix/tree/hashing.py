@@ -23,12 +23,12 @@ _EXTRA_TAG = b"hiradix-page-extra-v1"
 
 
 def namespace_seed(extra_key: str | None, cache_salt: str | None) -> bytes:
-    """What a namespace's hash chains start from: 32 bytes, or b"" for the plain namespace."""
+    """The seed of a namespace's hash chains: 32 bytes, or b"" for the plain namespace."""
     return tagged_seed(_NAMESPACE_TAG, extra_key, cache_salt)
 
 
 def tagged_seed(tag: bytes, extra_key: str | None, cache_salt: str | None) -> bytes:
-    """A digest of both under a tag, told apart from each other and from nothing; b"" for neither."""
+    """A digest of both under a tag, different for each pair, None included; b"" for two times None."""
     if extra_key is None and cache_salt is None:
         return b""
     seed = hashlib.sha256(tag)
@@ -49,7 +49,7 @@ class PageRows:
     rows: int64 [P, S]; of bigrams [P, S + 1], the last token of a row being the first of the next.
     extras: per page a digest or None; None if no page has one.
     start: pages before the first row.
-    tenant: whose pages these are, as `Namespace.tenant` names him; "" for nobody's in particular.
+    tenant: `Namespace.tenant` of the pages.
     extra_key: of the pages' namespace.
     """
 

@@ -1,9 +1,9 @@
-"""Arrays of page ids and of tokens: what a scheduler step does with them again and again, each in one call.
+"""Operations on arrays of page ids and tokens that every scheduler step needs, each in one call.
 
-Two forms with the same results: `ids_numpy`, and `_ids.c`, which `make compiled` builds and which takes its
-place where it is found. A call of the second costs a tenth; a step makes about thirty.
+Two forms with the same results: `ids_numpy`, and `_ids.c`, which `make compiled` builds and which is used where
+it is found. A call of the second costs a tenth; a step makes about thirty.
 
-Page ids are int32 [P], contiguous; of other integers a copy is made. What is returned is the caller's own.
+Page ids are int32 [P], contiguous; arrays of other integers are copied. Results belong to the caller.
 Ids that are out of range, or no ids, raise AssertionError before anything is changed, if not said otherwise.
 
     copied(pages, first=0, last=P)           a copy of [first, last)

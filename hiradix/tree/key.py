@@ -40,7 +40,7 @@ class Namespace:
 
     @property
     def seed(self) -> bytes:
-        """What a chain of page hashes starts from."""
+        """The seed of this namespace's chains of page hashes."""
         return namespace_seed(self.extra_key, self.cache_salt)
 
     @property
@@ -58,14 +58,15 @@ PLAIN: Final = Namespace()
 
 
 def namespace(extra_key: Any, cache_salt: Any, is_bigram: bool) -> Namespace:
-    """The namespace of these; `PLAIN` itself where they are nothing. BadNamespace: they are no text."""
+    """The namespace of these three; the shared `PLAIN` where none is given. Raises BadNamespace for values that
+    are not text."""
     if extra_key is None and cache_salt is None and not is_bigram:
         return PLAIN
     return Namespace(_text("extra_key", extra_key), _text("cache_salt", cache_salt), is_bigram)
 
 
 def _text(field: str, value: Any) -> str | None:
-    """`value`, which pages in storage are named by: a text of whole characters, or None."""
+    """`value`, if it can be part of a storage key: None or valid Unicode text. Raises BadNamespace."""
     if value is None:
         return None
     if not isinstance(value, str):
@@ -97,12 +98,12 @@ _CLIENT: Final = "\0client:"
 
 
 def of_client(extra_key: str) -> str:
-    """A client's extra key as it is put into a namespace: itself, unless it begins as engines' own do."""
+    """A client's extra key as it is used in a namespace: escaped if it begins as the engines' own keys do."""
     return _CLIENT + extra_key if extra_key.startswith("\0") else extra_key
 
 
 def as_client_gave(extra_key: str) -> str:
-    """The other way round."""
+    """The inverse of `of_client`."""
     return extra_key[len(_CLIENT) :] if extra_key.startswith(_CLIENT) else extra_key
 
 
@@ -123,7 +124,7 @@ def packed(tokens: Tokens, start: int, stop: int) -> tuple[bytes, int]:
 
 
 def _packed_array(tokens: array[int], start: int, stop: int) -> tuple[bytes, int]:
-    """As `packed`, of `array('q')`. Takes its halves of four bytes, the lower first, and computes nothing."""
+    """As `packed`, for `array('q')`: picks the lower four bytes of each token, without arithmetic."""
     halves: Any
     if stop - start <= FEW_TOKENS:
         halves = memoryview(tokens)[start:stop].cast("B").cast("I")
@@ -184,9 +185,8 @@ def num_of(count: SupportsIndex) -> int:
 
 
 class Bookmark:
-    """Where in a tree the keys of one growing sequence were found last. The tree's to read and write.
-
-    slots: what a prefix cache answered last, its own.
+    """Where in a tree the keys of one growing sequence were found last. node: read and written by the tree
+    alone. slots: the prefix cache's last answer, read and written by it alone.
     """
 
     __slots__ = ("node", "slots")
@@ -265,11 +265,10 @@ class RadixKey:
 
     @staticmethod
     def first(token_ids: Any, num_tokens: SupportsIndex, space: Namespace) -> RadixKey:
-        """The key of the first `num_tokens` tokens, or of all if there are fewer. Looks at none.
+        """The key of the first `num_tokens` tokens, or of all if there are fewer. O(1): reads no token.
 
-        ValueError for fewer than none.
-
-        An `array('q')` may grow while the key lives; its tokens may not change.
+        An `array('q')` may grow while the key lives; its tokens may not change. Raises ValueError for a negative
+        count.
         """
         count = num_of(num_tokens)
         key = RadixKey(token_ids)
@@ -279,9 +278,9 @@ class RadixKey:
         return key
 
     def resume(self, token_ids: Any, num_tokens: SupportsIndex, space: Namespace) -> bool:
-        """Become the key of the first `num_tokens` tokens, which may be more or fewer, with what is packed.
-
-        False, and no change, unless it is of this very `array('q')` and namespace.
+        """Make this the key of the first `num_tokens` tokens, more or fewer than before, and keep what is
+        packed: a sequence that grows needs no new key. False, with nothing changed, unless it is a key of this
+        very `array('q')` and of this namespace.
         """
         known = self._array
         if known is None or known is not token_ids or self.space != space:
@@ -291,7 +290,7 @@ class RadixKey:
 
     @property
     def tokens(self) -> Tokens:
-        """int64 [num_tokens]: a view. An `array('q')` cannot grow while somebody has one of it."""
+        """int64 [num_tokens]: a view. While it is referred to, an `array('q')` cannot grow."""
         return self._tokens if self._array is None else as_tokens(self._array)[: self.num_tokens]
 
     def _like(self, tokens: Tokens, space: Namespace) -> RadixKey:
@@ -300,7 +299,7 @@ class RadixKey:
         key._set(space, len(tokens))
         return key
 
-    # -- what a caller knows it by --------------------------------------------------------
+    # -- SGLang's names -------------------------------------------------------------------
 
     @property
     def extra_key(self) -> str | None:
@@ -378,19 +377,19 @@ class RadixKey:
         return self._len // index(page_size)
 
     def head(self, num_pages: SupportsIndex, page_size: SupportsIndex) -> RadixKey:
-        """The key's first `num_pages` pages. ValueError for fewer than none."""
+        """The key of the first `num_pages` pages. Raises ValueError for a negative count."""
         return self[: num_of(num_pages) * index(page_size)]
 
     def bigrams(self) -> RadixKey:
         """The same tokens seen as bigrams. A view."""
         return self._like(self.tokens, Namespace(self.extra_key, self.cache_salt, True))
 
-    # -- what the tree reads ------------------------------------------------------------------
+    # -- for the tree -------------------------------------------------------------------------
 
     def load(self, start: int, num_tokens: int) -> None:
-        """Make `run` hold tokens [start, start + num_tokens) at least; a window of the key, packed.
+        """Pack a window of the key into `run` that has at least tokens [start, start + num_tokens).
 
-        run: bytes of tokens [run_start, run_end), 4 bytes each, or 8 if one of them does not fit.
+        run: the bytes of tokens [run_start, run_end), 4 each, or 8 if one of them does not fit.
         """
         window = WINDOW_TOKENS if self.run else FIRST_WINDOW
         self.run_start = start
@@ -407,7 +406,7 @@ class RadixKey:
         return self._packed(start, end)
 
     def span(self, start: int, end: int) -> tuple[bytes, int, int]:
-        """As `packed`, but what has these bytes, and from where up to where: no copy if `run` has them."""
+        """As `packed`, without a copy where `run` has the tokens: (buffer, first byte, end)."""
         if self.run_width == NARROW and self.run_start <= start and end <= self.run_end:
             return self.run, (start - self.run_start) * NARROW, (end - self.run_start) * NARROW
         run = self._packed(start, end)[0]
@@ -425,7 +424,8 @@ class RadixKey:
         return packed(self.tokens, start, end)
 
     def row(self, page: int, page_size: int) -> Hashable:
-        """Names a page below its parent: equal iff tokens, extra and (for page 0) namespace are."""
+        """The key of a page among its parent's children: equal if and only if tokens, extra and (for page 0)
+        namespace are equal."""
         at = page * page_size
         row: Hashable = self.packed(at, at + page_size + self.space.lookahead)[0]
         if self.extras is not None and (extra := self.extra(page)) is not None:

@@ -1,12 +1,12 @@
-"""Locks: what keeps data out of the eviction orders, counted so that locking costs only what it changes.
+"""Locks: counts that keep data out of the eviction orders. Locking costs only the part of the path it changes.
 
     backbone   lock_ref = locks that end at the node + children with lock_ref > 0 + holds
     others     lock_ref = locks that cover the node + holds
     hold       a node locked in one tier that has its pages only in the other holds them there: each of its
                components by itself, and the backbone of that tier with it
 
-So a lock never loses its data whichever tier that is in; a locked node's ancestors are locked; and locking
-below something locked stops there.
+So a lock keeps its data in whichever tier that is, a locked node's ancestors are locked, and the walk of a lock
+ends at the first ancestor that is locked already.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from hiradix.tree.order import EvictionOrder
 Changed = tuple[list[Residency], list[Residency]]  # per tier: backbone entries, deepest first
 
 
-def pin_backbone(node: Node, tier: int, left: Changed) -> None:
-    """One more reason to keep `node`; `left` gets the entries that are no longer evictable."""
-    found = left[tier]
+def pin_backbone(node: Node, tier: int, no_longer_evictable: Changed) -> None:
+    """Add a reason to keep `node`. Entries that this makes unevictable are added to `no_longer_evictable`."""
+    found = no_longer_evictable[tier]
     while (parent := node.parent) is not None:
         entry = node.host if tier else node.device
         if entry.lock_ref:
@@ -32,13 +32,13 @@ def pin_backbone(node: Node, tier: int, left: Changed) -> None:
         if entry.pages is not None:
             found.append(entry)
         elif (node.device if tier else node.host).pages is not None:
-            pin_backbone(node, 1 - tier, left)
+            pin_backbone(node, 1 - tier, no_longer_evictable)
         node = parent
 
 
-def unpin_backbone(node: Node, tier: int, joined: Changed) -> None:
-    """Undo one `pin_backbone`; `joined` gets the entries that are evictable now."""
-    found = joined[tier]
+def unpin_backbone(node: Node, tier: int, evictable: Changed) -> None:
+    """Undo one `pin_backbone`. Entries that this makes evictable are added to `evictable`."""
+    found = evictable[tier]
     while (parent := node.parent) is not None:
         entry = node.host if tier else node.device
         if entry.lock_ref <= 0:
@@ -49,7 +49,7 @@ def unpin_backbone(node: Node, tier: int, joined: Changed) -> None:
         if entry.pages is not None:
             found.append(entry)
         elif (node.device if tier else node.host).pages is not None:
-            unpin_backbone(node, 1 - tier, joined)
+            unpin_backbone(node, 1 - tier, evictable)
         node = parent
 
 
@@ -65,9 +65,9 @@ class Pinning:
         if entry.lock_ref:
             entry.lock_ref += 1
             return
-        left: Changed = ([], [])
-        pin_backbone(node, tier, left)
-        device, host = left
+        pinned: Changed = ([], [])
+        pin_backbone(node, tier, pinned)
+        device, host = pinned
         orders = self._orders[BACKBONE]
         if device:
             orders[0].remove(device)
@@ -75,14 +75,14 @@ class Pinning:
             orders[1].remove(host)
 
     def unpin(self, node: Node, tier: int) -> int:
-        """Undo one `pin`. Returns how many nodes that left without a lock in a tier."""
+        """Undo one `pin`. Returns how many backbone entries became evictable."""
         entry = node.host if tier else node.device
         if entry.lock_ref > 1:
             entry.lock_ref -= 1
             return 0
-        joined: Changed = ([], [])
-        unpin_backbone(node, tier, joined)
-        device, host = joined
+        unpinned: Changed = ([], [])
+        unpin_backbone(node, tier, unpinned)
+        device, host = unpinned
         orders = self._orders[BACKBONE]
         if device:
             orders[0].push(device)
@@ -114,7 +114,7 @@ class Pinning:
             self.release(node, component, 1 - tier)
 
     def hold(self, node: Node, component: int, tier: int) -> None:
-        """Keep the only copy of what is locked in the other tier."""
+        """Keep a node's pages in `tier`: they are the only copy of data that is locked in the other tier."""
         if component != BACKBONE:
             entry = node.residency(component, tier)
             entry.lock_ref += 1

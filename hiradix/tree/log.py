@@ -1,9 +1,8 @@
-"""A conversation's tokens, which only grow: looking them up again costs what is new.
+"""The tokens of a growing conversation: looking them up again costs only what is new.
 
-The keys of a log share a bookmark, the node in which the tree found the last of them. As nobody but the log
-writes its buffer, and it only appends, what led there leads there still: the next walk starts at the
-bookmark. Whether that is still in the tree, and in which, the tree checks. Where a bookmark is of no use, the
-walk is a whole one.
+The keys of a log share a bookmark, the node in which the tree found the last of them. Only the log writes its
+buffer, and it only appends, so the path to that node is still a prefix and the next walk starts there. The tree
+checks that the node is still its own; otherwise the walk starts at the root.
 """
 
 from __future__ import annotations
@@ -16,9 +15,10 @@ from hiradix.tree.key import Bookmark, RadixKey, Tokens, as_tokens, namespace, n
 
 
 class TokenLog:
-    """Append-only tokens int64 in a namespace. Keys of it are read-only views, good for as long as they live.
+    """Append-only tokens int64 in a namespace. Its keys are read-only views.
 
-    Remembers a node, so it keeps that node's tokens alive. One tree at a time is looked up well; others work.
+    It refers to the node found last, so it keeps that node's tokens alive. Fast in one tree at a time, correct
+    in several.
 
     >>> log = TokenLog([1, 2, 3])
     >>> log.extend([4, 5])

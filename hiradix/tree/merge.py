@@ -1,12 +1,12 @@
 """Long paths: runs of single children are merged, so that a conversation of a thousand turns is a few nodes.
 
-When an unlock leaves a long path free, consecutive nodes of it that nothing tells apart become one, the
-deepest of them, whose end is what locks, jobs and matches know it by. From the deepest upwards a node joins
-what is below it while it is at most twice as big. So sizes along a path at least double towards the root, a
-path has O(log pages) nodes, and a page is copied O(log pages) times in its life.
+When an unlock leaves a long path unlocked, consecutive nodes in the same state become one: the deepest of them,
+as locks, jobs and matches refer to a node's end. From the deepest upwards, a node joins the one below it while
+it is at most twice as big. So sizes along a path at least double towards the root, a path has O(log pages)
+nodes, and a page is copied O(log pages) times.
 
-A node that was merged away keeps its `end` and knows its successor: `revived` cuts it out again when somebody
-comes back with it, also if the successor has lost its own end to eviction since.
+A node that was merged away keeps its `end` and its successor. When a caller uses it again, `revived` cuts it out
+again, even if the end of the successor has been evicted since.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from hiradix.tree import ids
 from hiradix.tree.hashing import DIGEST_BYTES
-from hiradix.tree.node import TIERS, Node
+from hiradix.tree.node import NAME_BYTES, TIERS, Node
 from hiradix.tree.residency import Residencies
 
 RATIO: Final = 2
@@ -27,7 +27,7 @@ Split = Callable[[Node, int], Node]
 
 
 def merge_path(residencies: Residencies, node: Node) -> None:
-    """Merge what can be on the path of `node`, deepest first. O(path) plus the pages moved."""
+    """Merge nodes on the path of `node`, deepest first. O(path + pages copied)."""
     group, num_pages = [node], node.num_pages
     while (parent := group[-1].parent) is not None and parent.parent is not None:
         small = parent.num_pages <= RATIO * num_pages
@@ -43,7 +43,8 @@ def merge_path(residencies: Residencies, node: Node) -> None:
 
 
 def _is_alike(parent: Node, child: Node, residencies: Residencies) -> bool:
-    """Whether nothing tells the two apart: one child, unlocked, resident in the same places."""
+    """Whether the two may become one: an only child, both unlocked, resident in the same tiers, with the same
+    hints."""
     if len(parent.children) != 1 or parent.width != child.width or parent.stored != child.stored:
         return False
     if parent.note is not child.note:
@@ -64,7 +65,7 @@ def _is_alike(parent: Node, child: Node, residencies: Residencies) -> bool:
 
 
 def _merge(residencies: Residencies, group: Sequence[Node]) -> None:
-    """Make one node of `group`, a path from the bottom up; the bottom one stays."""
+    """Make one node of `group`, a path from the bottom up. The bottom one stays."""
     bottom, down = group[0], list(reversed(group))
     pushed = []
     for c, component in enumerate(residencies.components):
@@ -83,7 +84,7 @@ def _merge(residencies: Residencies, group: Sequence[Node]) -> None:
     bottom.row, bottom.start, bottom.parent = down[0].row, down[0].start, above
     above.adopt_child(bottom)  # under the same row: takes the place of the topmost
     for node in down[:-1]:
-        _bury(node, bottom, len(residencies.components))
+        _detach(node, bottom, len(residencies.components))
     for c, tier, own in pushed:
         residencies.push_taken([own], c, tier)
 
@@ -94,33 +95,40 @@ def _merge_runs(bottom: Node, down: Sequence[Node]) -> None:
     bottom.run = b"".join([*(node.run[: len(node.run) - overlap] for node in down[:-1]), bottom.run])
     if any(node.extras is not None for node in down):
         bottom.extras = tuple(e for node in down for e in node.extras or (None,) * node.num_pages)
-    digests = b""
-    for node in down:
-        digests += node.digests
-        if len(node.digests) < node.num_pages * DIGEST_BYTES:
-            break  # what is known further down would have no place
-    bottom.digests = digests
+    bottom.digests = _leading([node.digests for node in down], [node.num_pages * DIGEST_BYTES for node in down])
+    bottom.names = _leading([node.names for node in down], [node.num_pages * NAME_BYTES for node in down])
     bottom.hit_count = max(node.hit_count for node in down)
     bottom.priority = max(node.priority for node in down)
     bottom.created = min(node.created for node in down)
 
 
-def _bury(node: Node, successor: Node, num_components: int) -> None:
+def _leading(parts: Sequence[bytes], whole: Sequence[int]) -> bytes:
+    """The parts up to the first that is shorter than `whole`: what is known behind it would have no place."""
+    found = b""
+    for part, size in zip(parts, whole, strict=True):
+        found += part
+        if len(part) < size:
+            break
+    return found
+
+
+def _detach(node: Node, successor: Node, num_components: int) -> None:
+    """Empty a node that was merged into `successor`."""
     node.parent, node.successor = None, successor
     for c in range(num_components):
         for tier in TIERS:
             entry = node.residency(c, tier)
             entry.pages = entry.node = None
-            ids.track(entry)  # an order may have a place for it still, which it refers to
+            ids.track(entry)  # an order may still refer to it, and it to the order's record
 
 
 def revived(node: Node, split: Split) -> Node | None:
-    """The node that ends where `node`, no longer in the tree, did; None if what ended there is gone."""
+    """The node of the tree that ends where `node`, which is not in it, did; None if those pages are gone."""
     at = node
     while at.parent is None:
         successor = at.successor
         if successor is None or (successor.end <= at.start < node.end):
-            return None  # the root of before a clear; or `at` was dropped, and the place with it
+            return None  # the root of a tree that was cleared, or `at` was dropped with its pages
         at = successor
     while at.start >= node.end:
         assert at.parent is not None

@@ -25,6 +25,7 @@ NO_PAGES.flags.writeable = False
 UNBOUNDED: Final = sys.maxsize
 WASTE: Final = 4  # see `Granularity`
 BACKBONE: Final = 0  # index of the component that every node has
+NAME_BYTES: Final = 8  # of a page's name, see `Node.names`
 
 
 class Tier(IntEnum):
@@ -41,13 +42,13 @@ TIERS: Final = (DEVICE, HOST)
 
 @dataclass(frozen=True)
 class Granularity:
-    """How coarse nodes may be, and what leaves without asking the policy.
+    """How coarse nodes may be, and which pages are evicted before the policy is asked.
 
-    long_path: nodes an unlock must leave free before it looks for what to merge (see `merge`).
-    waste: an eviction takes a node whole unless it holds more than this many times what is still wanted.
-        None: as many as the order says (see `EvictionOrder`), `WASTE` where it says nothing.
-    by_need: of a further component, a lock covers what its boundary needs, to the page and not to the node,
-        and what no boundary needs leaves before what the policy would choose.
+    long_path: how many nodes an unlock must leave unlocked before it merges nodes (see `merge`).
+    waste: an eviction takes a node as a whole unless it has more than `waste` times the pages still wanted.
+        None: the order's own `waste` (see `EvictionOrder`), else `WASTE`.
+    by_need: of a further component, a lock covers just the pages that its boundary needs, not whole nodes, and
+        pages that no boundary needs are evicted before those the policy would choose.
     """
 
     long_path: int = 16
@@ -56,10 +57,10 @@ class Granularity:
 
 
 class DeadLeaf(Enum):
-    """What becomes of a leaf that an eviction leaves behind, where no match can end any more.
+    """What happens to a leaf at which, after an eviction, no match can end any more.
 
-    KEEP: nothing, it ages like all others. BARE: it leaves with all its pages if it has lost a further
-    component altogether, as in SGLang. UNUSABLE: it leaves whatever the reason.
+    KEEP: it stays and ages like all others. BARE: it is dropped if it has no page of some further component
+    left, as in SGLang. UNUSABLE: it is dropped whatever the reason.
     """
 
     KEEP = "keep"
@@ -67,12 +68,14 @@ class DeadLeaf(Enum):
     UNUSABLE = "unusable"
 
 
-AS_INSERTED = Granularity(sys.maxsize, sys.maxsize, False)  # never merged; leave whole, as the policy says
+AS_INSERTED = Granularity(
+    sys.maxsize, sys.maxsize, False
+)  # never merged, evicted whole, in the policy's order
 
 
 @dataclass(frozen=True)
 class Rules:
-    """Settings of a tree: how finely it is split, and what becomes of leaves without use."""
+    """Settings of a tree: how finely it is split, and what happens to leaves that no match can use."""
 
     granularity: Granularity = Granularity()
     dead_leaf: DeadLeaf = DeadLeaf.KEEP
@@ -100,8 +103,8 @@ class Residency:
     """One node's pages of one component in one tier, and its place in that tier's eviction order.
 
     pages: page ids int32 [P], root side first (one record if not per page); None: a tombstone.
-    lock_ref: what keeps it out of the eviction order, see `hiradix.tree.locks`.
-    hotter, colder, rank: the eviction order's.
+    lock_ref: count of the reasons to keep it; above 0 it is not in the eviction order. See `hiradix.tree.locks`.
+    hotter, colder, rank: belong to the eviction order.
     """
 
     __slots__ = ("node", "pages", "lock_ref", "hotter", "colder", "rank")
@@ -119,27 +122,29 @@ NO_CHILDREN: Final[dict[Hashable, Node]] = {}  # of all nodes that have none: ne
 
 
 class Node:
-    """A run of pages that branches only at its end. Readers may look at everything; only the tree writes.
+    """A run of pages that branches only at its end. Anyone may read the fields; only the tree writes them.
 
-    start, end: pages before it and up to its end; [start, end) never changes for the end's owner, as a
-        split gives the front part to a new node.
-    row: its name among `parent.children`. parent is None for the root and for a node that left the tree
-        or was merged away.
+    start, end: its pages are [start, end) of the path. A split gives the front to a new node, so `end` never
+        changes.
+    row: its key in `parent.children`. parent: None for the root and for a node that left the tree or was merged
+        away.
     run: its tokens, (end - start) * S + lookahead of them, packed in `width` (4 or 8) bytes each.
-    digests: page hashes of its leading pages, 32 bytes each; b"" if none is known yet.
+    digests: the known page hashes of its leading pages, 32 bytes each.
     device, host: the backbone's residency; `others`: (device, host) of each further component, flat.
-    successor: of a node that left the tree, the one it was merged into, or else its parent (see `merge`).
-    hit_count: inserts that passed through it whole, its own included. stored: the cache's hint that
-        storage has its pages; boundary_stored: and what a boundary at its end needs of further components,
-        which a split leaves with the end. note: the eviction policy's, of the last use; halves of a split
-        share it.
-    chain: of whoever watches the tree (see `residency.Watch`); halves of a split share it.
+    successor: of a node that is not in the tree any more, the node it was merged into, else its parent (see
+        `merge`).
+    hit_count: requests that used all of it, the insert that made it included.
+    stored: the cache's hint that storage has its pages. boundary_stored: the same of the further components that
+        a boundary at its end needs; a split leaves it with the lower half.
+    note: the eviction policy's note of the last use. chain: the tree observer's (see `residency.Watch`). Both
+        halves of a split share them.
+    names: 8-byte names of its leading pages, for whoever remembers what has left the cache.
     """
 
     __slots__ = (
         "parent", "children", "row", "run", "width", "extras", "space", "start", "end", "digests",
         "device", "host", "others", "num_device_children",
-        "hit_count", "priority", "created", "stored", "boundary_stored", "successor", "note", "chain",
+        "hit_count", "priority", "created", "stored", "boundary_stored", "successor", "note", "chain", "names",
     )  # fmt: skip
 
     def __init__(self, parent: Node | None, start: int, end: int, num_others: int):
@@ -165,6 +170,7 @@ class Node:
         self.successor: Node | None = None
         self.note: Any = None
         self.chain: Any = None
+        self.names = b""
 
     def __repr__(self) -> str:
         return f"Node([{self.start}, {self.end}), children={len(self.children)})"
@@ -179,7 +185,7 @@ class Node:
         return unpacked(self.run, self.width)
 
     def residency(self, component: int, tier: int) -> Residency:
-        """What the node holds of `component` in `tier`."""
+        """The node's pages of `component` in `tier`, with their lock count and place in the eviction order."""
         if component:
             return self.others[2 * component - 2 + tier]
         return self.host if tier else self.device
@@ -196,14 +202,14 @@ class Node:
             ids.untrack(self.children)
 
     def untrack(self) -> None:
-        """Have the garbage collector look at it no more: `let_go`, or leaving the tree, breaks its cycles."""
+        """Take it from the garbage collector's list; `let_go`, or leaving the tree, breaks its cycles."""
         if ids.IS_BUILT:
             ids.untrack(self, self.device, self.host)
             if self.others:
                 ids.untrack(self.others, *self.others)
 
     def let_go(self) -> None:
-        """Refer to no other node, and have no page: of a tree that is cleared or that nobody has any more."""
+        """Drop all references and pages, when the tree is cleared or deleted."""
         self.parent, self.children = None, NO_CHILDREN
         for entry in (self.device, self.host, *self.others):
             entry.pages = entry.node = entry.hotter = entry.colder = entry.rank = None
@@ -219,7 +225,7 @@ class Node:
 
 
 def row_at(node: Node, page: int, page_size: int) -> Hashable:
-    """What `RadixKey.row` gives for page `page` of `node`, counted from its start."""
+    """`RadixKey.row` of page `page` of `node`, counted from its start."""
     if node.start + page <= 0:
         raise Misuse("the first row of all names its namespace, which only a key knows")
     first = page * page_size * node.width
@@ -241,6 +247,7 @@ def split_run(node: Node, upper: Node, page_size: int) -> None:
     if node.extras is not None:
         upper.extras, node.extras = _some(node.extras[:at]), _some(node.extras[at:])
     upper.digests, node.digests = node.digests[: at * 32], node.digests[at * 32 :]
+    upper.names, node.names = node.names[: at * NAME_BYTES], node.names[at * NAME_BYTES :]
     node.start = upper.end
 
 
@@ -252,10 +259,10 @@ def _some(extras: tuple[bytes | None, ...]) -> tuple[bytes | None, ...] | None:
 
 
 class Match(NamedTuple):
-    """Where a key's usable data ends. device_node is loadable_node or an ancestor of it.
+    """Where a key's usable prefix ends; `Node.end` is its length in pages. Both may be the root.
 
-    device_node: the deepest boundary usable on the device as it is. loadable_node: the deepest usable
-    after a load back. `Node.end` is their length in pages. Both may be the root.
+    device_node: the deepest boundary usable on the device as it is; loadable_node or an ancestor of it.
+    loadable_node: the deepest boundary usable after a load back.
     """
 
     device_node: Node
@@ -265,8 +272,8 @@ class Match(NamedTuple):
 class Lock:
     """A receipt: component c is pinned on every node of `node`'s path that starts at floors[c] or later.
 
-    Give it back exactly once. Splits between lock and unlock do not matter: floors are depths. One that was
-    given back has none.
+    Give it back exactly once, by `RadixTree.unlock`; it has no floors from then on. Splits in between do not
+    matter, as floors are depths in pages.
     """
 
     __slots__ = ("node", "tier", "floors")
@@ -294,10 +301,10 @@ class NodePages(NamedTuple):
 
 
 class Insertion:
-    """What an insert did.
+    """The result of an insert.
 
-    lock: on the whole key, in the tier of the insert; the caller's to give back.
-    duplicates: per component, the page ids the tree did not take: the caller's to free.
+    lock: on the whole key, in the tier of the insert. The caller gives it back.
+    duplicates: per component, the page ids that the tree did not take. The caller frees them.
     """
 
     __slots__ = ("duplicates", "lock")
@@ -308,7 +315,7 @@ class Insertion:
 
 
 class Freed:
-    """Page ids the tree gave up; the caller's to free in `tier`, exactly once, in the records' order."""
+    """Page ids that the tree has dropped. The caller frees them in `tier`, once, in the order of the records."""
 
     __slots__ = ("component", "pages", "tier")
 

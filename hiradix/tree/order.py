@@ -17,7 +17,7 @@ from hiradix.tree.node import Component, Node, Residency, Tier
 
 @dataclass(frozen=True)
 class OrderContext:
-    """What an order is made for. backbone: its entries may only leave leaf first."""
+    """The component and tier that an order is made for. backbone: entries may only be evicted leaf first."""
 
     component: Component
     tier: Tier
@@ -26,14 +26,15 @@ class OrderContext:
 
 
 class EvictionOrder(Protocol):
-    """The border to eviction policies: the order of one (component, tier). Deterministic: equal calls give equal
-    victims.
+    """What an eviction policy implements: the order in which the unlocked entries of one component and tier are
+    evicted. Deterministic, as all ranks must evict alike: equal calls give equal victims.
 
-    It may say `path_moves_once = True`: after a path was `touched`, to do so with its upper part alone, with
-    nothing in between, changes nothing. Then it is not done. It may have a `waste`: a victim that holds more
-    than so many times what is wanted is cut, and the rest stays (see `Granularity`). One that learns as it is
-    asked for victims has a `peek()` too: a `coldest` from which nothing follows, for checks, which need not be
-    the same on all ranks.
+    Optional attributes:
+    path_moves_once: True if `touched` of the upper part of a path changes nothing right after `touched` of the
+        whole path; the tree then leaves the second call out.
+    waste: a victim with more than `waste` times the pages that are wanted is cut, and the rest stays (see
+        `Granularity`).
+    peek(): for a policy that learns from `coldest`: the same answer without learning, for checks.
     """
 
     num_pages: int
@@ -48,22 +49,24 @@ class EvictionOrder(Protocol):
         """Entries of a path, all in the order, were used: as if removed and pushed again."""
 
     def dropped(self, entry: Residency) -> None:
-        """`entry`, which is in the order, leaves its tier; its pages are still in it."""
+        """`entry`, which is in the order, is dropped from its tier. `entry.pages` are still set."""
 
     def coldest(self) -> Residency | None:
-        """The next victim; of a backbone one whose node is a leaf of its tier. None: nothing is evictable."""
+        """The next victim, in a backbone a leaf of its tier. None: nothing is evictable."""
 
     def victims(self, num_pages: int) -> list[Residency]:
-        """What evicting `num_pages` would take, in that order, if nothing changes in between."""
+        """The entries that evicting `num_pages` would take, first victim first, if nothing changes in
+        between."""
 
     def split(self, entry: Residency, upper: Residency) -> None:
-        """`upper` was cut off the front of `entry`, which is in the order; both are now."""
+        """`upper` was cut off the front of `entry`, which is in the order; from here on both are."""
 
     def expose(self, entry: Residency) -> None:
-        """The node of `entry`, which is in the order, has become a leaf of its tier."""
+        """`entry`, which is in the order, may be evicted from here on: its node became a leaf of its tier, or
+        (host) its pages got a copy on the device."""
 
     def __iter__(self) -> Iterator[Residency]:
-        """All entries, in no order a caller may rely on."""
+        """All entries, in any order."""
 
 
 OrderFactory = Callable[[OrderContext], EvictionOrder]
@@ -73,8 +76,9 @@ class LruOrder:
     """Least recently unlocked first: an intrusive ring, O(1) for everything.
 
     A backbone path is pushed deepest first, so an ancestor is always hotter than its descendants and the
-    coldest is always a leaf (invariant 5). Pages are counted by nodes, which are at hand: their arrays are
-    memory that nobody may have looked at for long.
+    coldest is always a leaf (invariant 5). `_end` closes the ring: `_end.hotter` is the coldest entry,
+    `_end.colder` the hottest. Pages are counted by the nodes' bounds, as reading their arrays would miss the
+    CPU's caches.
     """
 
     path_moves_once: ClassVar[bool] = True
@@ -84,7 +88,7 @@ class LruOrder:
         self.num_pages = 0
         self._upper_is_hotter = context.backbone
         self._per_page = context.component.per_page
-        self._end = end = Residency(None)  # of the ring: end.hotter is the coldest, end.colder the hottest
+        self._end = end = Residency(None)
         end.hotter = end.colder = end
 
     def __iter__(self) -> Iterator[Residency]:
@@ -160,14 +164,14 @@ class LruOrder:
         colder.hotter = upper
 
     def expose(self, entry: Residency) -> None:
-        pass  # a ring needs no telling: descendants are always colder
+        pass  # nothing to do: descendants are always colder
 
 
 class UnneededFirst:
     """The order of a further component: unneeded entries, oldest first, then the policy's order of the rest.
 
-    Most of a long prompt's window pages are behind no boundary: only its end, and where other prompts part
-    from it, can be matched. What was locked once is needed from then on.
+    Most window pages of a long prompt are needed by no match: a prefix can end only at the prompt's end and
+    where other prompts branch off. An entry that was locked once counts as needed from then on.
     """
 
     def __init__(self, context: OrderContext, make_order: OrderFactory):
@@ -187,15 +191,15 @@ class UnneededFirst:
 
     def victims(self, num_pages: int) -> list[Residency]:
         found = self._unneeded.victims(num_pages)
-        left = num_pages - sum(len(entry.pages) for entry in found if entry.pages is not None)
-        return found + self._rest.victims(left) if left > 0 else found
+        remaining = num_pages - sum(len(entry.pages) for entry in found if entry.pages is not None)
+        return found + self._rest.victims(remaining) if remaining > 0 else found
 
     def push(self, entries: Iterable[Residency]) -> None:
         self._rest.push(entries)
         self._count()
 
     def push_unneeded(self, entries: Iterable[Residency]) -> None:
-        """Entries have become evictable that no boundary needs."""
+        """Entries that no boundary needs have become evictable."""
         for entry in entries:
             self._unneeded_ids.add(id(entry))
             self._unneeded.push((entry,))
@@ -240,7 +244,7 @@ class UnneededFirst:
 
 
 def is_needed(node: Node | None, reach: int) -> bool:
-    """Whether a boundary is near enough below the end of `node` to need it: a leaf, or where prompts part."""
+    """Whether some boundary at or below the end of `node`, a leaf or a branch, is within `reach` pages of it."""
     if node is None:
         raise Misuse("an entry of no node")
     below, at = 0, node

@@ -1,7 +1,7 @@
 """Page hashes of nodes: rows for a worker to hash, and the digests it brings back.
 
-A chain always goes on from a known digest or from the root's seed, never from the middle: where a node's
-prior is unknown, the rows reach back until one is known.
+A chain continues from a known digest or from the namespace's seed, never from the middle: where a node's prior
+is unknown, the rows reach back until one is known.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from hiradix.tree.node import Node
 
 
 def known_prior(node: Node, start: int) -> tuple[int, bytes]:
-    """The last page s <= start on `node`'s path whose prior digest is known, and it (b"": the seed)."""
+    """(s, digest of the page before s): the last page s up to `start` on the path of `node` for which it is
+    known; (0, b"") if none is."""
     at = node
     while at.parent is not None:
         known = min(at.start + len(at.digests) // DIGEST_BYTES, start)

@@ -1,7 +1,7 @@
-"""What is resident where: the one place that gives pages to a node or takes them from it.
+"""Residency: the one place that gives pages to a node or takes them from it.
 
-Keeps in step what follows from that: the eviction orders, the counts, the holds (see `locks`) and the
-existence of nodes.
+Updates what depends on that along with it: the eviction orders, the page counts, the holds (see `locks`) and
+which nodes exist.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ MOST_PLACES: Final = 1 << 31  # page ids are int32
 
 
 class Watch(Protocol):
-    """The border to event streams: hears of the backbone's pages, as soon as the tree has them or has them no
-    more. One thread, no errors.
+    """An observer of the backbone's pages, such as an event stream: called as soon as the tree has them, or has
+    them no more. On the scheduler's thread; must not raise.
 
-    Splits and merges move no page, so they are not told; `Node.chain` is the observer's own, and both halves
-    of a split have it.
+    Splits and merges move no page and are not reported. `Node.chain` belongs to the observer; both halves of a
+    split have it.
     """
 
     def stored(self, node: Node, tier: int) -> None:
@@ -59,13 +59,40 @@ class Watch(Protocol):
         """Storage has pages [start, end) of the path of `node`."""
 
     def storage_changed(self) -> None:
-        """Storage was attached, detached or cleared: what it was said to have, it may not have."""
+        """Storage was attached, detached or cleared: earlier `backed_up` calls hold no more."""
+
+
+class Watches:
+    """Several watches as one: each is told, in the order in which they came."""
+
+    def __init__(self, *watches: Watch):
+        self.watches = watches
+
+    def stored(self, node: Node, tier: int) -> None:
+        for watch in self.watches:
+            watch.stored(node, tier)
+
+    def removed(self, node: Node, tier: int) -> None:
+        for watch in self.watches:
+            watch.removed(node, tier)
+
+    def cleared(self) -> None:
+        for watch in self.watches:
+            watch.cleared()
+
+    def backed_up(self, node: Node, start: int, end: int) -> None:
+        for watch in self.watches:
+            watch.backed_up(node, start, end)
+
+    def storage_changed(self) -> None:
+        for watch in self.watches:
+            watch.storage_changed()
 
 
 class Places:
-    """Which page ids nodes have of one component in one tier, by id: a page is in one place (invariant 10).
+    """The page ids of one component and tier that are in the tree: each at one place at most (invariant 10).
 
-    One byte for each id up to the largest that was seen, or of the pool once that is known.
+    One byte per id, up to the largest id seen, or up to the pool's size once `limit` has set it.
     """
 
     def __init__(self, component: str, tier: Tier):
@@ -74,27 +101,27 @@ class Places:
         self._is_whole = False
 
     def limit(self, end: int) -> None:
-        """The pool has pages below `end` alone. None may be taken yet."""
+        """Accept ids below `end` only. Call it while none is taken."""
         self._marks, self._is_whole = np.zeros(end, np.bool_), True
 
     def claim(self, pages: Ids) -> None:
-        """A node is about to have these; Misuse, and nothing changed, if one of them has a place already, is
-        named twice or is in no pool. Costs `pages`."""
+        """Mark ids that a node is about to get. Raises Misuse, with nothing changed, if one is taken already, is
+        named twice or is not in the pool. O(pages)."""
         if not ids.claim(self._marks, pages):
             self._grow(pages)
             if not ids.claim(self._marks, pages):
                 self._refuse(pages)
 
     def leave(self, pages: Ids) -> None:
-        """No node has these any more."""
+        """Unmark ids that no node has any more."""
         ids.mark(self._marks, pages, False)
 
     def clear(self) -> None:
-        """No node has any."""
+        """Unmark all."""
         self._marks = np.zeros(len(self._marks), np.bool_)
 
     def taken(self) -> Pages:
-        """All that have a place, ascending. Costs the pool; for checks."""
+        """All marked ids, ascending. O(pool); for checks."""
         return np.flatnonzero(self._marks).astype(np.int32)
 
     def _grow(self, pages: Ids) -> None:
@@ -131,9 +158,8 @@ class Dropped:
             parts.append(pages)
 
     def freed(self) -> list[Freed]:
-        """One record per component and tier; what lies beside the backbone comes before the backbone.
-
-        Once: from here on the pages may come again."""
+        """One record per component and tier, the backbone last, as an engine's windows are freed by way of its
+        pages. Call it once: it unmarks the pages, which may then be inserted again."""
         found = []
         for place in reversed(sorted(self._pages)):
             parts = self._pages[place]
@@ -144,12 +170,12 @@ class Dropped:
 
 
 class Residencies:
-    """What the nodes hold in each tier, and all that is kept in step with it when they get or lose it.
+    """Which pages the nodes have in each tier, and everything that changes when they get or lose some.
 
-    orders[component][tier]: what is evictable, in the order in which it leaves.
+    orders[component][tier]: the evictable entries, in eviction order.
     num_resident[component][tier]: pages in the tree.
-    places[component][tier]: of each page id whether it is in the tree.
-    pins: counts of locks and holds. watch: hears what enters and leaves the tiers; None: nobody does.
+    places[component][tier]: the page ids in the tree.
+    pins: lock counts and holds. watch: the observer, or None.
     """
 
     def __init__(
@@ -179,7 +205,7 @@ class Residencies:
         self.host_moves_once = bool(getattr(self.orders[BACKBONE][HOST], "path_moves_once", False))
 
     def waste_of(self, component: int, tier: Tier) -> int:
-        """How many times what is wanted a victim may hold and leave whole: see `Granularity`. Misuse below 1."""
+        """The `waste` that holds for a component and tier: see `Granularity`. Raises Misuse if it is below 1."""
         own = self.granularity.waste
         waste = int(getattr(self.orders[component][tier], "waste", WASTE)) if own is None else own
         if waste < 1:
@@ -193,9 +219,9 @@ class Residencies:
     # -- giving -----------------------------------------------------------------------------
 
     def take(self, node: Node, component: int, tier: int, pages: Pages) -> bool:
-        """Give a node pages it does not have and that are claimed: the array is its own from here on.
+        """Give a node claimed pages where it has none; the array belongs to it from here on.
 
-        True: it is evictable now, the caller must `push_taken` it.
+        True: the entry is evictable, and the caller must `push_taken` it.
         """
         entry = node.residency(component, tier) if component else node.host if tier else node.device
         entry.pages = pages
@@ -222,11 +248,11 @@ class Residencies:
             self.orders[BACKBONE][HOST].expose(host)  # a mirror may go at any time
 
     def push_taken(self, entries: Sequence[Residency], component: int, tier: int) -> None:
-        """Put what `take` returned, deepest first along one path, into the order.
+        """Push the entries for which `take` returned True, deepest first along one path, to their order.
 
-        In a backbone their unlocked ancestors follow, so that they stay hotter (invariant 5).
-        Others serve deep boundaries better, so there the ancestors go first; and before anything else, what
-        no boundary needs.
+        In a backbone their unlocked ancestors are pushed behind them, so that these stay hotter (invariant 5).
+        Of other components deep pages are worth more, so ancestors become the colder ones; pages that no
+        boundary needs are the coldest.
         """
         order = self.orders[component][tier]
         if component == BACKBONE:
@@ -247,7 +273,7 @@ class Residencies:
                 self.pins.hold(entry.node, component, tier)
 
     def is_unneeded(self, entry: Residency, component: int, tier: int) -> bool:
-        """Whether an evictable entry leaves before what the policy would choose."""
+        """Whether an evictable entry is evicted before those that the policy chooses."""
         order = self.orders[component][tier]
         return isinstance(order, UnneededFirst) and order.is_unneeded(entry)
 
@@ -261,7 +287,7 @@ class Residencies:
                     low.pages = ids.copied(low.pages, at, len(low.pages))
 
     def link_split(self, node: Node, upper: Node) -> None:
-        """Put the residencies of `upper`, whose lock_refs are set, beside those of `node`."""
+        """Put the entries of `upper`, whose lock_refs are set, into the orders beside those of `node`."""
         for c in range(len(self.components)):
             for tier in TIERS:
                 up, low = upper.residency(c, tier), node.residency(c, tier)
@@ -271,10 +297,10 @@ class Residencies:
     # -- taking -----------------------------------------------------------------------------
 
     def drop(self, node: Node, component: int, tier: int, out: Dropped, child_went: bool = False) -> None:
-        """Take a node's unlocked pages; the backbone takes the other components of that tier along.
+        """Take a node's unlocked pages; with the backbone's, those of its other components in that tier.
 
-        A node that is left without a backbone leaves the tree, and its descendants, all of them
-        host-only, leave with it. child_went: the same was done to a child just before, and nothing since.
+        A node without a backbone in any tier leaves the tree, and its descendants, which are on the host only,
+        with it. child_went: the previous call dropped a child of `node`, and nothing has happened since.
         """
         if component != BACKBONE:
             self._drop_entry(node.residency(component, tier), component, tier, out)
@@ -294,7 +320,7 @@ class Residencies:
             self.unlink(node, out)
 
     def drop_dead(self, node: Node | None, out: Dropped) -> None:
-        """Take `node` out of the tree, and then its parents, as long as they are unlocked leaves and dead."""
+        """Take `node` out of the tree if it is an unlocked dead leaf, then its parent likewise, and so on."""
         while node is not None and (parent := node.parent) is not None and not node.children:
             entries = (node.device, node.host, *node.others)
             if any(entry.lock_ref for entry in entries) or not self._is_dead(node):
@@ -303,7 +329,7 @@ class Residencies:
             node = parent
 
     def _is_dead(self, node: Node) -> bool:
-        """Whether `dead_leaf` says so of a leaf. O(reach)."""
+        """Whether a leaf is dead, by the rule `dead_leaf`. O(reach)."""
         for c in range(1, len(self.components)):
             reach = self.components[c].reach if self.dead_leaf is DeadLeaf.UNUSABLE else 1
             run, at = 0, node
@@ -314,12 +340,12 @@ class Residencies:
         return False
 
     def _moved_down(self, node: Node) -> None:
-        """`node` is on the host only from now on. Its use on the device was a use: it and its ancestors,
-        used since at least as late, leave the host last."""
+        """`node` is on the host alone from here on. Uses on the device count: it and its ancestors, which were
+        used at least as recently, become the hottest on the host."""
         self.orders[BACKBONE][HOST].touched(_evictable_path(node, HOST))
 
     def unlink(self, node: Node, out: Dropped) -> None:
-        """Take `node` and what is below it out of the tree, with all their pages. Nothing is locked there."""
+        """Take `node` and its descendants out of the tree, with all their pages. None of them may be locked."""
         parent = node.parent
         if parent is None:
             raise Misuse(f"{node} has left the tree before")

@@ -1,7 +1,7 @@
 """A radix tree over pages of tokens: which pages hold which prefix, in which tier.
 
-Token rows and page ids only: no tensors, threads, requests or policy numbers. The tree owns no memory; what
-it no longer refers to, it returns to the caller. One thread.
+Token rows and page ids only: no tensors, threads, requests or policy numbers. The tree owns no memory: page ids
+that it drops are returned to the caller, who frees them. One thread.
 
 Invariants, checked by `RadixTree.check` under these numbers:
   1. The device backbone residency is a subtree that contains the root; below it every node has host
@@ -62,7 +62,7 @@ from hiradix.tree.node import (
 )
 from hiradix.tree.order import LruOrder, OrderFactory
 from hiradix.tree.page_hashes import known_prior, path_extras, path_tokens, windows
-from hiradix.tree.residency import Dropped, Residencies, Watch
+from hiradix.tree.residency import Dropped, Residencies, Watch, Watches
 from hiradix.tree.walk import walk
 
 _INT32: Final = np.dtype(np.int32)
@@ -76,15 +76,14 @@ class RadixTree:
     """Maps prefixes to pages in device and host tiers. components[0] is the backbone: full attention, every
     page its own data.
 
-    A page id that an insert or an adopt took is the tree's until it comes back, once: as a duplicate, or as
-    `Freed` from what removes. A lock is the caller's, who gives it back once. Tokens are copied.
+    Ownership: page ids that `insert` or `adopt` takes belong to the tree until they come back, exactly once, as
+    duplicates or in a `Freed` record. A lock belongs to the caller, who gives it back once. Tokens are copied.
 
-    Nodes stay good for as long as their pages are in the tree, whatever is split or merged in between: each
-    method that takes a node looks up what has become of it (`current`).
+    A node reference stays valid as long as the node's pages are in the tree, whatever is split or merged in
+    between: each method that takes a node looks up what has become of it (`current`).
 
-    root: no pages of its own; its children are the prefixes' first nodes, of all namespaces. What the nodes
-    hold in each tier, what of it may leave and in which order is in `Residencies`, why it may not in its
-    `Pinning`.
+    root: has no pages; its children are the first nodes of all prefixes, of all namespaces.
+    _residencies: which pages the nodes have in each tier, the eviction orders, and in `pins` the lock counts.
 
     >>> tree = RadixTree(page_size=2)
     >>> done = tree.insert(RadixKey([1, 2, 3, 4, 5, 6]), DEVICE, [np.array([7, 8, 9])])  # three pages
@@ -114,14 +113,15 @@ class RadixTree:
         self._pins = self._residencies.pins
         self._is_plain = len(components) == 1
         self._created = 0
-        self.storage_epoch = 0  # how often all that storage was said to have was forgotten
+        self.storage_epoch = 0  # grows with each `forget_stored`
         self.root = self._make_root()
         self._end = AtEnd(_let_go_of_tree, self.root)
 
     # -- reading ----------------------------------------------------------------------------
 
     def match(self, key: RadixKey) -> Match:
-        """Deepest usable boundaries of `key`'s whole pages. Splits the node it ends in, no more."""
+        """The deepest usable boundaries of `key`'s whole pages. At most splits the node that it ends in.
+        O(nodes of the path + bytes compared)."""
         node = self._walk(self.root, key)
         if self._is_plain and node.device.pages is not None:
             return Match(node, node)
@@ -130,11 +130,8 @@ class RadixTree:
     # -- nodes and paths --------------------------------------------------------------------
 
     def current(self, node: Node) -> Node | None:
-        """The node in the tree that ends where `node` does: itself, or cut out again if it was merged away.
-
-        None if it has left the tree. All methods that take a node go through this, so a node stays good
-        for as long as its pages are there.
-        """
+        """The node in the tree that ends where `node` does: itself, or cut out again if it was merged away. None
+        if it has left the tree."""
         if node.parent is not None or node is self.root:
             return node
         return revived(node, self._split)
@@ -158,7 +155,7 @@ class RadixTree:
             at = at.parent
 
     def cut(self, node: Node, page: SupportsIndex) -> None:
-        """Have a node of the path of `node` begin at `page`."""
+        """Split the node on the path of `node` that contains `page`, so that a node begins there."""
         for _ in self.path(node, index(page)):
             pass
 
@@ -178,9 +175,9 @@ class RadixTree:
         return at.start
 
     def boundaries(self, deepest: Node) -> Match:
-        """The deepest boundaries at or above `deepest` that are usable; the root, of what has left the tree.
+        """The deepest usable boundaries at or above `deepest`; the root, if that has left the tree.
 
-        O(path); with full attention alone O(what is not on the device)."""
+        O(path); with full attention alone, O(nodes that are not on the device)."""
         if self._is_plain:
             at = node = self.current(deepest) or self.root
             while at.device.pages is None:
@@ -203,7 +200,7 @@ class RadixTree:
         return Match(device_node, loadable_node)
 
     def find(self, key: RadixKey) -> Node:
-        """The deepest node that lies on `key` whole, whatever it holds and wherever."""
+        """The deepest node that lies on `key` as a whole, whatever is resident there."""
         return walk(self.root, key, len(key) // self.page_size, self.page_size)[0]
 
     def follow(self, key: RadixKey) -> tuple[Node, Node | None, int]:
@@ -244,7 +241,7 @@ class RadixTree:
             stack.extend(node.children.values())
 
     def absent_from(self, node: Node, tier: Tier) -> int:
-        """The page from which on the path of `node` has no backbone in `tier`. O(what is absent)."""
+        """The page from which on the path of `node` has no backbone in `tier`. O(absent nodes)."""
         at = self._in_tree(node)
         while (at.host if tier else at.device).pages is None:
             if at.parent is None:
@@ -253,9 +250,9 @@ class RadixTree:
         return at.end
 
     def missing(self, node: Node, source: Tier, target: Tier) -> list[NodePages]:
-        """What to copy from `source` so that `node` is usable in `target`; per component, root first.
+        """The pages to copy from `source` so that `node` is usable in `target`; per component, root first.
 
-        Splits do not invalidate segments: give their pages to `adopt` by the node they end in.
+        Splits do not invalidate the segments: `adopt` takes their pages by the node in which they end.
         """
         segments: list[NodePages] = []
         for c in range(len(self.components)):
@@ -272,7 +269,7 @@ class RadixTree:
     # -- counts -----------------------------------------------------------------------------
 
     def evictable_pages(self, tier: Tier, component: int = BACKBONE) -> int:
-        """Pages nothing locks. O(1)."""
+        """Pages that no lock keeps. O(1)."""
         return self._residencies.orders[component][tier].num_pages
 
     def resident_pages(self, tier: Tier, component: int = BACKBONE) -> int:
@@ -280,16 +277,16 @@ class RadixTree:
         return self._residencies.num_resident[component][tier]
 
     def protected_pages(self, tier: Tier, component: int = BACKBONE) -> int:
-        """Pages something locks. O(1)."""
+        """Pages that a lock keeps. O(1)."""
         return self.resident_pages(tier, component) - self.evictable_pages(tier, component)
 
     # -- locking ----------------------------------------------------------------------------
 
     def lock(self, node: Node, tier: Tier) -> Lock:
-        """Keep what makes `node` usable in `tier` until `unlock`. O(path not yet locked).
+        """Keep everything that makes `node` usable in `tier` until `unlock`. O(path not yet locked).
 
-        Where the path has its data only in the other tier, it is kept there: so a lock in HOST keeps
-        `node` loadable, and a lock in DEVICE what is still to be loaded.
+        Data that the path has in the other tier only is kept there: so a HOST lock keeps `node` loadable, and a
+        DEVICE lock also keeps host pages that are still to be loaded.
         """
         if node.parent is None:
             node = self._in_tree(node)
@@ -332,10 +329,10 @@ class RadixTree:
             on the prefix's length. It stays the caller's.
         found: the `loadable_node` of a match of `key` just before: what it has walked is not walked again.
         pages[0] must reach back to what the tree has in `tier` (DEVICE) or at all (HOST).
-        Where the tree has other pages already, the given ones come back as duplicates; its own given
-        again are no duplicates. Misuse, and nothing changed, for a page that another prefix has, that is
-        named twice or that is none of the pool (see `limit_pages`). Returns a lock on the whole key. Hits
-        and `priority` (see `prioritise`; None: not known) are noted on the nodes below `at`.
+        Where the tree has other pages already, the given ones come back as duplicates; the tree's own pages
+        given again are no duplicates. Returns a lock on the whole key. Counts a hit, and `priority` (see
+        `prioritise`; None: unknown), on the nodes below `at`. Raises Misuse, with nothing changed, for a page
+        that another prefix has, that is named twice or that is not in the pool (see `limit_pages`).
         """
         raised = None if priority is None else index(priority)
         start = at.node if at is not None else self.root
@@ -361,10 +358,8 @@ class RadixTree:
         return Insertion(lock, duplicates)
 
     def prioritise(self, lock: Lock, priority: SupportsIndex, start: SupportsIndex = 0) -> None:
-        """Note a request's priority on the path that it locks, from page `start` on.
-
-        The larger counts; of what no other request has used, its own.
-        """
+        """Note a request's priority on the path that it locks, from page `start` on. A node keeps the largest
+        priority of its requests; of a single one, the latest."""
         raised, first = index(priority), index(start)
         at = self.current(lock.node)
         while at is not None and at.end > first:
@@ -381,11 +376,11 @@ class RadixTree:
             at = at.parent
 
     def adopt(self, node: Node, component: int, tier: Tier, pages: Ids) -> Pages:
-        """Give `pages`, which end where `node` ends, to it and its ancestors, where they have none.
+        """Give `pages`, which end where `node` ends, to it and its ancestors, where they have none in `tier`.
 
-        Copies, but for an array over `bytes` of its own, of which one node takes all.
-        Returns the ids that were not needed; a node's own ids given again are none of them. Splits a
-        node where `pages` begin inside it and it has none. Misuse as for an insert.
+        Returns the ids that were not needed; a node's own ids given again are not among them. Splits a node that
+        has none if `pages` begin inside it. Copies the ids, but for an array over its own `bytes` that one node
+        takes as a whole. Raises Misuse as `insert` does.
         """
         if not len(pages):
             return NO_PAGES
@@ -402,7 +397,8 @@ class RadixTree:
         return self._adopt(node, component, tier, pages, claimed)
 
     def _adopt(self, node: Node, component: int, tier: Tier, pages: Ids, claimed: bool) -> Pages:
-        """`adopt` of what fits. claimed: `Residencies.places` have all of `pages`; else none that is new."""
+        """`adopt` after the checks. claimed: `Residencies.places` has all of `pages`; else none of the new
+        ones."""
         if not len(pages):
             return NO_PAGES
         residencies, per_page = self._residencies, self.components[component].per_page
@@ -435,7 +431,7 @@ class RadixTree:
         return parts[0] if len(parts) == 1 else ids.joined(parts)
 
     def limit_pages(self, component: int, tier: Tier, end: SupportsIndex) -> None:
-        """`tier` has pages 0 .. end - 1 of a component: others are refused. While the tree is empty."""
+        """Refuse page ids of a component and tier from `end` on. Call it while the tree is empty."""
         if self.root.children:
             raise Misuse("the pages of a tree are limited from the beginning or not at all")
         self._residencies.places[component][tier].limit(index(end))
@@ -443,11 +439,12 @@ class RadixTree:
     # -- removing ---------------------------------------------------------------------------
 
     def evict(self, component: int, tier: Tier, num_pages: SupportsIndex) -> list[Freed]:
-        """Drop the coldest unlocked data until `num_pages` of it are out, or none is left.
+        """Drop the coldest unlocked data until `num_pages` pages are out, or nothing evictable remains.
 
-        Nodes go whole; of one that holds far more than is wanted (see `Granularity`) a part. Returns exactly
-        what was dropped: of a backbone, other components of the node too; of a device node without host copy,
-        its host-only descendants too; leaves where no match can end any more (see `DeadLeaf`).
+        A node leaves as a whole, unless it has many more pages than are wanted (see `Granularity`). Returns
+        exactly the pages dropped. With a backbone node go its other components in that tier; with a device node
+        that has no host copy, its descendants on the host; and leaves where no match can end any more (see
+        `DeadLeaf`).
         """
         residencies, out, missing = self._residencies, Dropped(self._residencies.places), index(num_pages)
         order, per_page = residencies.orders[component][tier], self.components[component].per_page
@@ -471,10 +468,8 @@ class RadixTree:
         return out.freed()
 
     def coldest(self, component: int, tier: Tier, num_pages: SupportsIndex) -> list[Node]:
-        """The nodes that evicting `num_pages` would take, in that order, but for dead leaves along with them.
-
-        Splits the last if it is too big.
-        """
+        """The nodes that `evict` would take for `num_pages`, first victim first, without dead leaves. Splits the
+        last one if it is too big. Drops nothing."""
         wanted = index(num_pages)
         nodes = [_node_of(entry) for entry in self._residencies.orders[component][tier].victims(wanted)]
         if nodes and self.components[component].per_page:
@@ -485,10 +480,10 @@ class RadixTree:
         return nodes
 
     def _cut_victim(self, node: Node, component: int, wanted: int, waste: int) -> Node:
-        """The part of a victim to take: all of it, unless it has more than `waste` times the pages `wanted`.
+        """The part of a victim to evict: all of it, unless it has more than `waste` times the pages `wanted`.
 
-        Halved until it has not, so that a big node that goes bit by bit costs O(1) per page. Of the backbone
-        the end goes first, of others the front.
+        It is halved until it has not, so that evicting a big node bit by bit costs O(1) per page. Of the
+        backbone the end is taken, of other components the front.
         """
         keep_front = component == BACKBONE
         while node.num_pages > waste * wanted:
@@ -499,7 +494,7 @@ class RadixTree:
         return node
 
     def drop_other(self, node: Node, component: int, tier: Tier) -> list[Freed]:
-        """Drop a further component's data of `node` alone, if nothing locks it; else nothing."""
+        """Drop a further component's data of `node` alone, unless it is locked."""
         at, out = self._in_tree(node), Dropped(self._residencies.places)
         entry = at.residency(component, tier)
         if entry.pages is not None and entry.lock_ref == 0:
@@ -507,7 +502,8 @@ class RadixTree:
         return out.freed()
 
     def demote(self, node: Node) -> list[Freed]:
-        """Drop `node`'s device copy if it has a host copy, no device children and no lock; else nothing."""
+        """Drop `node`'s device copy if it has a host copy, no child on the device and no lock; else do
+        nothing."""
         at, out = self._in_tree(node), Dropped(self._residencies.places)
         is_free = at.parent is not None and at.device.pages is not None and at.device.lock_ref == 0
         if is_free and at.host.pages is not None and at.num_device_children == 0:
@@ -517,15 +513,16 @@ class RadixTree:
         return out.freed()
 
     def drop(self, node: Node) -> list[Freed]:
-        """Take `node` and its descendants out of the tree. Nothing there may be locked."""
+        """Take `node` and its descendants out of the tree. None of them may be locked."""
         out = Dropped(self._residencies.places)
         self._residencies.unlink(self._in_tree(node), out)
         return out.freed()
 
     def drop_device(self, node: Node) -> list[Freed] | None:
-        """Drop the device data of `node` and its descendants; None, and nothing, while any of it is locked.
+        """Drop the device data of `node` and its descendants; None, with nothing dropped, while any of it is
+        locked.
 
-        Nodes with a host copy stay as host nodes, unless they are below one without.
+        Nodes with a host copy stay as host nodes, unless an ancestor without one leaves the tree.
         """
         at = self.current(node)
         if at is None or at.parent is None or at.device.pages is None:
@@ -551,7 +548,7 @@ class RadixTree:
         return out.freed()
 
     def clear(self) -> list[Freed]:
-        """Drop everything, locked or not. Locks and nodes from before are void."""
+        """Drop everything, locked or not. Earlier locks and node references are void."""
         out = Dropped(self._residencies.places)
         for node in list(self.nodes()):
             for c in range(len(self.components)):
@@ -570,7 +567,8 @@ class RadixTree:
     # -- page hashes ------------------------------------------------------------------------
 
     def page_rows(self, node: Node, start: SupportsIndex) -> PageRows:
-        """Copied rows of the path's pages [s, node.end): s <= start, the last with a known prior."""
+        """The rows to hash for the path's pages [s, node.end), copied. s: the last page up to `start` whose
+        preceding hash is known."""
         at = self._in_tree(node)
         first, prior = known_prior(at, index(start))
         space, tokens = at.space, path_tokens(at, first, self.page_size)
@@ -579,10 +577,8 @@ class RadixTree:
         return PageRows(prior or space.seed, rows, path_extras(at, first), space.is_bigram, first, *whose)
 
     def rows(self, key: RadixKey, node: Node, start: int, end: int) -> PageRows:
-        """Copied rows of `key`'s pages [s, end); `node` is on its path and ends at or behind `start`.
-
-        s <= start is the last page whose prior is known from the path of `node`.
-        """
+        """The rows to hash for `key`'s pages [s, end), copied. node: on its path, ends at page `start` or later.
+        s: the last page up to `start` whose preceding hash is known there."""
         at = self._in_tree(node)
         if not (start <= at.end or at.parent is None):
             raise Misuse(f"pages from {start} on, known up to {at.end}")
@@ -590,14 +586,14 @@ class RadixTree:
         return self.rows_behind(key, prior or key.space.seed, first, end)
 
     def rows_behind(self, key: RadixKey, prior: bytes, start: int, end: int) -> PageRows:
-        """Copied rows of `key`'s pages [start, end); `prior` is the digest of the page before them."""
+        """The rows to hash for `key`'s pages [start, end), copied. prior: the hash of the page before them."""
         size, space = self.page_size, key.space
         tokens = key.tokens[start * size : end * size + space.lookahead]
         rows, extras = windows(tokens, end - start, size, space), key.extras_of(start, end)
         return PageRows(prior, rows, extras, space.is_bigram, start, space.tenant, space.extra_key)
 
     def set_hashes(self, node: Node, start: SupportsIndex, digests: Sequence[bytes]) -> None:
-        """Note the hashes of the path's pages [start, node.end). Costs the nodes they span."""
+        """Note the hashes of the path's pages [start, node.end). O(nodes they span)."""
         at, first = self._in_tree(node), index(start)
         if first + len(digests) != at.end:
             raise Misuse(f"{len(digests)} hashes from page {first} to {at.end}")
@@ -616,7 +612,7 @@ class RadixTree:
         return [at.digests[i : i + DIGEST_BYTES] for i in range(0, len(at.digests), DIGEST_BYTES)]
 
     def path_key(self, node: Node) -> RadixKey:
-        """The key that `node`'s path spells. A copy."""
+        """The key of the path to `node`, with copied tokens."""
         at = self._in_tree(node)
         space = at.space
         return RadixKey(
@@ -628,7 +624,7 @@ class RadixTree:
         )
 
     def forget_stored(self) -> None:
-        """Reset every node's hints of what storage has, and begin another `storage_epoch`. O(tree)."""
+        """Reset all nodes' hints that storage has their pages, and start a new `storage_epoch`. O(tree)."""
         self.storage_epoch += 1
         for node in self.nodes():
             node.stored = node.boundary_stored = False
@@ -639,7 +635,7 @@ class RadixTree:
 
     @property
     def watch(self) -> Watch | None:
-        """Who is told what enters and leaves the tiers; None costs nothing."""
+        """The observer of pages entering and leaving the tiers, or None. Set it while the tree is empty."""
         return self._residencies.watch
 
     @watch.setter
@@ -648,8 +644,14 @@ class RadixTree:
             raise Misuse("a tree is watched from the beginning or not at all")
         self._residencies.watch = watch
 
+    def add_watch(self, watch: Watch) -> None:
+        """Have one more told. Misuse, unless the tree is empty."""
+        before = self.watch
+        self.watch = watch if before is None else Watches(before, watch)
+
     def check(self, locks: Iterable[Lock] | None = None) -> None:
-        """Assert the module's invariants. O(tree). locks: all that are out, to check counts exactly."""
+        """Assert the module's invariants. O(tree). locks: all locks not given back, to check the counts
+        exactly."""
         covered = None if locks is None else [entry for lock in locks for entry in self._covered(lock)]
         check_tree(self.root, list(self.nodes()), self._residencies, covered)
 
@@ -660,7 +662,8 @@ class RadixTree:
     # -- inside -----------------------------------------------------------------------------
 
     def _covered(self, lock: Lock) -> Iterator[Residency]:
-        """What a lock counts at: the end of its backbone, and of others all from its floor on."""
+        """The residencies that count a lock: the backbone's at its node, and those of other components from its
+        floor on."""
         for c, floor in enumerate(lock.floors):
             nodes = [lock.node] if c == BACKBONE else self.path(lock.node, floor)
             for node in nodes:
@@ -675,7 +678,7 @@ class RadixTree:
         return root
 
     def _walk(self, node: Node, key: RadixKey) -> Node:
-        """The deepest node below `node` that lies on `key`, cut to the part that does."""
+        """The deepest node below `node` on `key`; a node that lies on it in part is split."""
         mark = key.bookmark
         if mark.node is not None and node is self.root:
             node = self._resumed(mark.node, key)
@@ -686,24 +689,23 @@ class RadixTree:
         return node
 
     def _resumed(self, marked: Node, key: RadixKey) -> Node:
-        """Where a bookmark lets a walk start: the root, if what it marked is not in this tree."""
+        """The node where a walk along `key` may start: that of its bookmark, or the root if it is not in this
+        tree."""
         at = self.current(marked) if self._is_ours(marked) else None
         while at is not None and at.end > len(key) // self.page_size:
             at = at.parent
         return self.root if at is None else at
 
     def _is_ours(self, node: Node) -> bool:
-        """Whether `node` is in this tree or what became of it is. O(path)."""
+        """Whether `node`, or the node that it was merged into, is in this tree. O(path)."""
         above = node.parent or node.successor
         while above is not None:
             node, above = above, above.parent or above.successor
         return node is self.root
 
     def _refuse_unfit(self, node: Node, end: int, tier: Tier, pages: Sequence[Ids]) -> int:
-        """Misuse, before anything changes, unless `pages` fit a key of `end` pages, known up to `node`.
-
-        Returns from where on `tier` has nothing of the backbone.
-        """
+        """Raise Misuse, before anything changes, unless `pages` fit a key of `end` pages that is in the tree up
+        to `node`. Returns the page from which on `tier` has no backbone."""
         for c in range(1, len(pages)):
             most = end if self.components[c].per_page else 1
             if len(pages[c]) > most:
@@ -719,7 +721,7 @@ class RadixTree:
     def _claimed_all(
         self, node: Node, end: int, known: int, tier: Tier, pages: Sequence[Ids]
     ) -> Sequence[bool]:
-        """`_claimed` of each component's pages of an insert, all or none. known: from `_refuse_unfit`."""
+        """`_claimed` for the pages of each component, all or none. known: from `_refuse_unfit`."""
         if len(pages) == 1 and end - len(pages[BACKBONE]) >= known:
             self._residencies.places[BACKBONE][tier].claim(pages[BACKBONE])
             return _CLAIMED
@@ -727,7 +729,7 @@ class RadixTree:
         try:
             for c, given in enumerate(pages):
                 claimed.append(self._claimed(node, end, c, tier, given))
-        except BaseException:  # the form in C raises its own for what is no id
+        except BaseException:  # the C form raises its own errors for values that are no ids
             for c in range(len(claimed)):
                 if claimed[c]:
                     self._residencies.places[c][tier].leave(pages[c])
@@ -735,15 +737,16 @@ class RadixTree:
         return claimed
 
     def _claimed(self, node: Node, end: int, component: int, tier: Tier, pages: Ids) -> bool:
-        """Have `Residencies.places` take `pages`, which end at page `end` of a key that is known up to
-        `node`, if all will be taken; else only see that they may. Misuse, and nothing taken, if they may not.
+        """Mark `pages`, which end at page `end` of a key that is in the tree up to `node`, as taken in
+        `Residencies.places` if the tree will take all of them; else only check that it may take the new ones.
+        Returns whether they were marked. Raises Misuse, with nothing marked.
         """
         if not len(pages):
             return False
         places = self._residencies.places[component][tier]
         per_page = self.components[component].per_page
         start = end - len(pages) if per_page else end - 1
-        own: Pages | None = None  # what the tree has where `pages` go; -1: nothing
+        own: Pages | None = None  # the tree's pages in the place of `pages`; -1: none
         will_take, at = True, node
         while at.parent is not None and at.end > start:
             entry = at.residency(component, tier) if component else at.host if tier else at.device
@@ -809,7 +812,7 @@ def _prioritise(node: Node, priority: int) -> None:
 
 
 def _kept(pages: Ids, first: int, last: int) -> Pages:
-    """[first, last) as an array that nobody writes into and that keeps no other alive."""
+    """Ids [first, last) in an array that nobody else writes to and that keeps no larger one alive."""
     under: Any = pages.base
     if type(under) is bytes and pages.dtype is _INT32 and (last - first) * NARROW == len(under):
         return pages  # type: ignore[return-value]
@@ -817,7 +820,7 @@ def _kept(pages: Ids, first: int, last: int) -> Pages:
 
 
 def extended(run: int, node: Node, present: bool) -> int:
-    """A run of unbroken pages on the way down, counted up to UNBOUNDED, behind `node`, present or not."""
+    """The length of the unbroken run that ends with `node`, UNBOUNDED at most, where `run` led to it."""
     return min(run + node.num_pages, UNBOUNDED) if present else 0
 
 
@@ -837,7 +840,8 @@ def _device_subtree(node: Node) -> Iterator[Node]:
 
 
 def _let_go_of_tree(root: Node) -> None:
-    """Break the cycles of a tree that nobody has any more, as no garbage collector sees them. O(tree)."""
+    """Break the reference cycles of a tree that nobody refers to: its nodes are untracked, so the garbage
+    collector does not. O(tree)."""
     stack = [root]
     while stack:
         node = stack.pop()

@@ -1,7 +1,7 @@
-"""The walk along a key: how far a path of the tree has its tokens.
+"""The walk along a key: the one descent that match and insert share.
 
-Runs are packed bytes, so a page is named, looked up and compared without making an array; only a long run is
-compared as arrays, in place.
+Runs are packed bytes, so a page is looked up and compared without making an array; only a long run is compared
+as arrays, in place.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from hiradix.tree import ids
 from hiradix.tree.key import NARROW, PLAIN, RadixKey
 from hiradix.tree.node import Node
 
-LONG_BYTES: Final = 32768  # from here on comparing arrays in place beats cutting the key's bytes out
+LONG_BYTES: Final = 32768  # from here on comparing arrays in place is faster than slicing the key's bytes
 
 
 def walk(node: Node, key: RadixKey, num_pages: int, page_size: int) -> tuple[Node, Node | None, int]:
-    """Follow `key`, whose whole pages number `num_pages`, from `node`, which lies on it, downwards.
+    """Follow `key`, which has `num_pages` whole pages, down from `node`, which lies on it.
 
-    Returns the deepest node that lies on it whole, its child that continues it in part (or None), and the
-    pages of that child that do.
+    Returns (the deepest node that lies on it as a whole; its child that lies on it in part, or None; how many
+    pages of that child do).
     """
     lookahead = key.space.lookahead
     row_tokens = page_size + lookahead
@@ -56,9 +56,8 @@ def walk(node: Node, key: RadixKey, num_pages: int, page_size: int) -> tuple[Nod
 
 
 def _matched_pages(child: Node, key: RadixKey, num_pages: int, page_size: int) -> int:
-    """Pages of `child` that `key` continues with; the first does, as the child was found by it.
-
-    A token that does not fit 32 bits equals none that does.
+    """How many leading pages of `child` are those of `key`; at least one, as the child was found by its first
+    row. A token of more than 32 bits equals none of fewer.
     """
     limit = min(child.end, num_pages) - child.start
     if limit > 1:

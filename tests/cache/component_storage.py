@@ -270,7 +270,7 @@ class StoredWorld(ComponentWorld):
         self.waiting.clear()
         super().settle()
         assert self.cache.prefetcher is not None
-        assert len(self.cache.prefetcher) == self.cache.prefetcher.num_short
+        assert len(self.cache.prefetcher) == self.cache.prefetcher.room.num_short
 
 
 class StoredPlayer(Player):

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hiradix.cache.prefetch import Prefetcher
 from hiradix.cache.prefetch_state import Prefetch
-from hiradix.tree import Lock
+from hiradix.cache.reserved_room import ReservedRoom
+
+
+class KeepsNothing(ReservedRoom):
+    def keep(self, p: Prefetch) -> None:
+        self.release(p)
 
 
 class NothingHeld(Prefetcher):
     """Reads for all at once, and keeps nothing of it until they run."""
 
+    def __init__(self, *parts: Any, **options: Any) -> None:
+        super().__init__(*parts, **options)
+        self.room.__class__ = KeepsNothing
+
     @property
     def caps(self) -> list[int]:
         return [1 << 40 for _ in self._supply.host_pools]
-
-    def _keep_held(self, p: Prefetch, lock: Lock) -> None:
-        self._unlock(p)

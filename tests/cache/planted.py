@@ -336,7 +336,7 @@ FAULTS = [
     ),
     Fault(
         "beside: the end gives one lock back",
-        "Prefetcher._unlock",
+        "ReservedRoom.release",
         "(_1.lock, _1.beside)",
         "(_1.lock,)",
     ),
@@ -493,7 +493,7 @@ FAULTS = [
     Fault(
         "read: the lock of before is kept where an earlier boundary is looked for",
         "Prefetcher._ask_again",
-        "self._unlock(_1)",
+        "self.room.release(_1)",
         "pass",
     ),
     Fault(

@@ -232,11 +232,11 @@ def test_what_is_kept_beside_a_window_that_is_read_takes_room() -> None:
     world.settle()
     world.check()
     assert prefetcher.progress(first) and not prefetcher.progress(second)
-    assert prefetcher.reserved_pages()[0] == 5 and prefetcher.num_short == 1
+    assert prefetcher.room.reserved_pages()[0] == 5 and prefetcher.room.num_short == 1
     prefetcher.abort(first)
     world.cache.tick()
     world.settle()
-    assert prefetcher.progress(second) and prefetcher.reserved_pages()[0] == 12
+    assert prefetcher.progress(second) and prefetcher.room.reserved_pages()[0] == 12
     world.check()
 
 

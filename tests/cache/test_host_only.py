@@ -107,7 +107,7 @@ class Planner:
     def step(self) -> None:
         for result in self.book.answer():
             self.in_flight.apply(result)
-        self.prefetcher.next_round()
+        self.prefetcher.room.next_round()
         self.check()
 
     def run(self) -> None:
@@ -159,16 +159,16 @@ def test_those_who_wait_for_one_prefix_take_its_room_once() -> None:
         assert planner.prefetcher.start(client, key(16), planner.tree.root)
     assert planner.prefetcher.start("other", other, planner.tree.root)
     planner.run()
-    assert planner.prefetcher.caps == [20] and planner.prefetcher.reserved_pages() == [16]
+    assert planner.prefetcher.caps == [20] and planner.prefetcher.room.reserved_pages() == [16]
     assert all(planner.prefetcher.progress(client) for client in range(64))
     assert not planner.prefetcher.progress("other") and planner.prefetcher.fetching_pages("other") == 8
-    assert planner.prefetcher.num_short == 1 and planner.book.num_read == 16
+    assert planner.prefetcher.room.num_short == 1 and planner.book.num_read == 16
     for client in range(64):
-        assert planner.prefetcher.reserved_pages() == [16], "the last of them lets go"
+        assert planner.prefetcher.room.reserved_pages() == [16], "the last of them lets go"
         planner.prefetcher.abort(client)
     planner.step()
     planner.run()
-    assert planner.prefetcher.progress("other") and planner.prefetcher.reserved_pages() == [8]
+    assert planner.prefetcher.progress("other") and planner.prefetcher.room.reserved_pages() == [8]
     assert planner.book.num_read == 24 and not planner.supply.counters.unfulfilled
 
 

@@ -146,7 +146,7 @@ def test_a_prefetch_that_the_host_has_no_page_for_ends_when_its_request_could_ru
     taken = world.cache.supply.alloc_host(world.setup.host_pages)
     world.driver.run()
     world.cache.tick()
-    assert len(prefetcher) == 1 and prefetcher.num_short == 1 and not prefetcher.is_done("r")
+    assert len(prefetcher) == 1 and prefetcher.room.num_short == 1 and not prefetcher.is_done("r")
     assert prefetcher.progress("r") and len(prefetcher) == 0
     assert unfulfilled == {"host_capacity": 4} and prefetcher.pop_loaded_span("r") == (0, 0)
     world.cache.supply.free_host(taken)
@@ -162,7 +162,7 @@ def test_who_could_run_takes_as_many_host_pages_as_there_are() -> None:
     taken = world.cache.supply.alloc_host(world.setup.host_pages - 3)
     world.driver.run()
     world.cache.tick()
-    assert prefetcher.num_short == 1 and prefetcher.fetching_pages("r") == 4
+    assert prefetcher.room.num_short == 1 and prefetcher.fetching_pages("r") == 4
     assert not prefetcher.progress("joined") and unfulfilled == {"host_capacity": 1}
     world.driver.run()
     world.cache.tick()
@@ -183,7 +183,7 @@ def test_who_finds_no_host_page_is_served_when_there_are_some() -> None:
     taken = world.cache.supply.alloc_host(world.setup.host_pages)
     world.driver.run()
     world.cache.tick()
-    assert prefetcher.num_short == 1 and not prefetcher.is_done("r")
+    assert prefetcher.room.num_short == 1 and not prefetcher.is_done("r")
     world.cache.supply.free_host(taken)
     world.settle()
     assert prefetcher.progress("r") and prefetcher.pop_loaded_span("r") == (0, 4)
@@ -229,15 +229,15 @@ def test_what_is_held_counts_until_its_request_runs() -> None:
     assert prefetcher.start("r", key(4), root) and prefetcher.start("other", key(4, tail=1), root)
     world.driver.run()
     world.cache.tick()
-    assert (prefetcher.reserved_pages(), prefetcher.num_short) == ([4], 1)
+    assert (prefetcher.room.reserved_pages(), prefetcher.room.num_short) == ([4], 1)
     world.settle()
     assert prefetcher.progress("r") and not prefetcher.progress("other")
     assert prefetcher.fetching_pages("r") == 0 and prefetcher.fetching_pages("other") == 4
     prefetcher.abort("r")
-    assert prefetcher.reserved_pages() == [0]
+    assert prefetcher.room.reserved_pages() == [0]
     world.settle()
     assert prefetcher.progress("other") and prefetcher.pop_loaded_span("other") == (0, 4)
-    assert counters.unfulfilled == {} and prefetcher.reserved_pages() == [4]
+    assert counters.unfulfilled == {} and prefetcher.room.reserved_pages() == [4]
     world.assert_drained()
 
 
@@ -256,7 +256,7 @@ def test_a_reset_forgets_every_prefetch() -> None:
     world.settle()
     assert fetch(world, key(4), "ended") == 4 and prefetcher.start("r", key(8, tail=1), root)
     world.cache.reset()
-    assert len(prefetcher) == 0 and prefetcher.reserved_pages() == [0]
+    assert len(prefetcher) == 0 and prefetcher.room.reserved_pages() == [0]
     for handle in ("came", "ended", "r"):
         assert prefetcher.progress(handle) and prefetcher.pop_loaded_pages(handle) == 0, handle
     world.settle()
@@ -272,7 +272,7 @@ def test_a_reset_forgets_a_prefetch_whose_read_hangs() -> None:
     world.driver.held.add("fetch")
     world.cache.reset(0.01)
     assert len(world.cache.in_flight) == 1 and world.host.available == world.setup.host_pages - 4
-    assert prefetcher.progress("r") and (len(prefetcher), prefetcher.reserved_pages()) == (0, [0])
+    assert prefetcher.progress("r") and (len(prefetcher), prefetcher.room.reserved_pages()) == (0, [0])
     world.check()
     world.settle()
     assert world.cache.match(key(4)).loadable_node.end == 0 and prefetcher.pop_loaded_span("r") == (0, 0)

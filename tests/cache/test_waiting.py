@@ -6,7 +6,8 @@ from collections.abc import Hashable
 
 import pytest
 
-from hiradix.cache.prefetch import MAX_QUERIES, MAX_ROOMS
+from hiradix.cache.prefetch import MAX_QUERIES
+from hiradix.cache.reserved_room import MAX_ROOMS
 from hiradix.policy.prefetch_policy import PREFETCH_POLICIES
 from hiradix.policy.write_policy import WritePolicy
 from hiradix.tree import HOST, Lock, RadixKey, Tier
@@ -44,8 +45,8 @@ class Waiting(Planner):
 
     def check(self) -> None:
         super().check()
-        self.prefetcher.check()
-        assert self.prefetcher.reserved_pages()[0] <= ROOM
+        self.prefetcher.room.check()
+        assert self.prefetcher.room.reserved_pages()[0] <= ROOM
 
     def held(self) -> list[Hashable]:
         """Those for whom everything is on the host, and is kept there."""
@@ -67,7 +68,7 @@ class Waiting(Planner):
         for name in self.prompts:
             self.prefetcher.abort(name)
         self.settle()
-        assert self.prefetcher.reserved_pages() == [0] and len(self.prefetcher) == 0
+        assert self.prefetcher.room.reserved_pages() == [0] and len(self.prefetcher) == 0
         assert self.tree.protected_pages(HOST) == 0
 
 
@@ -79,7 +80,7 @@ def test_as_many_are_fetched_ahead_as_there_is_room_in_order_of_arrival() -> Non
     planner = Waiting(five())
     planner.arrive()
     planner.settle()
-    assert planner.held() == ["a", "b"] and planner.prefetcher.num_short == 3
+    assert planner.held() == ["a", "b"] and planner.prefetcher.room.num_short == 3
     for name in "abcde":
         assert planner.prefetcher.progress(name) and name in planner.held()
         planner.prefetcher.abort(name)
@@ -156,7 +157,7 @@ def test_a_prefix_of_many_is_fetched_and_counted_once() -> None:
     planner = Waiting({number: prompt(number, 9, shared=7) for number in range(1, 7)})
     planner.arrive()
     planner.settle()
-    assert len(planner.held()) == 6 and planner.prefetcher.reserved_pages() == [7 + 6 * 2]
+    assert len(planner.held()) == 6 and planner.prefetcher.room.reserved_pages() == [7 + 6 * 2]
     assert planner.book.num_read == 7 + 6 * 2
     planner.gone()
 
@@ -206,7 +207,7 @@ def test_one_that_exceeds_the_room_has_it_all_once_it_is_next() -> None:
     assert planner.held() == ["a"]
     planner.prefetcher.abort("a")
     planner.settle()
-    assert planner.prefetcher.progress("big") and planner.prefetcher.reserved_pages() == [ROOM]
+    assert planner.prefetcher.progress("big") and planner.prefetcher.room.reserved_pages() == [ROOM]
     assert planner.prefetcher.pop_loaded_span("big") == (0, ROOM + 5)
     assert not planner.prefetcher.progress("b")
     planner.prefetcher.abort("big")
@@ -222,7 +223,7 @@ def test_a_tenant_gets_no_more_than_its_share_while_others_wait() -> None:
     planner.settle()
     held = planner.held()
     assert "other" in held and held[:2] == [1, 2], held
-    assert planner.prefetcher.reserved_pages() == [4 * 3 + 8], "what the others leave may be used"
+    assert planner.prefetcher.room.reserved_pages() == [4 * 3 + 8], "what the others leave may be used"
     planner.gone()
 
 
@@ -301,7 +302,7 @@ def test_what_joined_one_that_waits_for_room_has_its_place_in_the_order() -> Non
     planner.prefetcher.in_order(["e2", "a"])
     planner.settle()
     assert planner.held() == ["a", "e", "e2"] and planner.prefetcher.progress("e2")
-    assert planner.prefetcher.reserved_pages() == [16]
+    assert planner.prefetcher.room.reserved_pages() == [16]
     planner.gone()
 
 
@@ -313,13 +314,13 @@ def test_who_joins_late_asks_for_no_page_behind_its_prompt() -> None:
     planner.arrive("big")
     planner.prefetcher.start("longer", longer, planner.tree.root)
     planner.run()
-    assert planner.prefetcher.num_short == 1
+    assert planner.prefetcher.room.num_short == 1
     pages = planner.supply.alloc_host(4)
     assert pages is not None
     planner.tree.unlock(planner.tree.insert(head.head(4, PAGE_SIZE), HOST, [pages]).lock)
     planner.prefetcher.abort("big")
     planner.arrive("head")
-    planner.prefetcher.next_round()
+    planner.prefetcher.room.next_round()
     planner.settle()
     assert planner.prefetcher.progress("longer") and planner.prefetcher.progress("head")
     assert planner.prefetcher.pop_loaded_span("longer") == (4, 2)
@@ -432,7 +433,7 @@ def test_who_waits_for_one_that_waits_for_another_gets_its_room() -> None:
     planner.arrive("a", "b", "p", "joined")
     planner.settle()
     planner.arrive("q")
-    planner.prefetcher.next_round()
+    planner.prefetcher.room.next_round()
     planner.settle()
     planner.prefetcher.abort("p")
     planner.prefetcher.abort("q")
@@ -451,7 +452,7 @@ def test_a_lock_that_nobody_waits_for_is_seen(monkeypatch: pytest.MonkeyPatch) -
     planner.tree.unlock(lock)
     monkeypatch.setattr(type(planner.prefetcher), "caps", [10])
     with pytest.raises(Exception, match="are held for those who wait, of"):
-        planner.prefetcher.check()
+        planner.prefetcher.room.check()
     monkeypatch.undo()
     planner.gone()
 

@@ -320,7 +320,7 @@ class World:
             self.cache.tick()
         assert len(self.cache.in_flight) == 0 and self.controller.is_idle
         assert self.cache.prefetcher is not None
-        assert len(self.cache.prefetcher) == self.cache.prefetcher.num_short
+        assert len(self.cache.prefetcher) == self.cache.prefetcher.room.num_short
 
     def assert_drained(self) -> None:
         """Nothing held: after dropping the tree, every page is free again (promise 6). All requests end."""

@@ -6,8 +6,9 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from hiradix.apps.demo.process import Child, ServerProcess
+from hiradix.apps.demo.process import ServerProcess
 from tests.warm import FORKS, Forked, fork
 
 FORKS.set_forkserver_preload(["tests.e2e.warm_imports"])
@@ -16,7 +17,7 @@ FORKS.set_forkserver_preload(["tests.e2e.warm_imports"])
 class WarmServer(ServerProcess):
     """A ServerProcess whose interpreter has all imports behind it; its signals and its end are the same."""
 
-    def _spawn(self) -> Child:
+    def _spawn(self) -> Any:
         begin = self.command.index("serve")
         return Forked(fork(_serve, self.command[begin:], self.log))
 

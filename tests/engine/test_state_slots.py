@@ -308,8 +308,8 @@ def test_what_does_not_fit_is_named(
     files = parse_extra_config('{"naming": "sglang"}')
     stored = replace(with_storage(tmp_path, "file"), hicache_storage_backend_extra_config=files)
     refused("naming: SGLang's files are full attention only, not state", cache=stored)
-    with pytest.raises(ConfigError, match="tp_size=2: models with recurrent states are not cut"):
-        build_engine(EngineConfig(str(lfm2.path)), tp_size=2)
+    with pytest.raises(ConfigError, match="tp_size=3: the model's num_attention_heads is 4"):
+        build_engine(EngineConfig(str(lfm2.path)), tp_size=3)
     odd = tmp_path / "odd"
     shutil.copytree(lfm2.path, odd)
     config = json.loads((odd / "config.json").read_text())

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hiradix.apps.engine import RequestError, SamplingParams
+from hiradix.apps.engine.api import Conversation
 from hiradix.apps.engine.tokenizer import TextStream, Tokenizer
 from tests.engine.checkpoints import Reference, prompts
 from tests.engine.conftest import MakeEngine
@@ -42,6 +43,38 @@ def test_all_text_comes_out_once_and_characters_whole(text: str) -> None:
     pieces, _ = feed(text)
     assert "".join(pieces) == text
     assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
+
+
+@given(ABC, st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=3))
+def test_text_ends_behind_the_first_stop_string_where_that_is_asked_for(text: str, stops: list[str]) -> None:
+    growing = TextStream(Bytes(), stops, includes_stop=True)  # type: ignore[arg-type]
+    shown = ""
+    for byte in text.encode():
+        shown += growing.push(byte)
+        if growing.stopped:
+            break
+    shown += growing.finish()
+    ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+    first = min((text.find(stop) for stop in stops if stop in text), default=None)
+    if first is None:
+        assert shown == text
+    else:
+        assert (
+            shown
+            == text[
+                : min(
+                    end
+                    for end, stop in zip(ends, [s for s in stops if s in text])
+                    if end - len(stop) == first
+                )
+            ]
+        )
+
+
+def test_a_stop_string_that_comes_too_early_is_text() -> None:
+    growing = TextStream(Bytes(), ("ab",))  # type: ignore[arg-type]
+    shown = "".join(growing.push(byte, may_stop=at >= 3) for at, byte in enumerate(b"abcab"))
+    assert (shown, growing.stopped) == ("abc", True)
 
 
 @given(ABC, st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=3))
@@ -99,7 +132,7 @@ def test_stop_strings_need_a_tokenizer(reference: object, make_engine: MakeEngin
 def test_chat_is_rendered_and_encoded(llama: Reference) -> None:
     tokenizer = Tokenizer.find(str(llama.path))
     assert tokenizer is not None and tokenizer.has_chat_template
-    ids = tokenizer.apply_chat([{"role": "user", "content": "what is a slot"}])
+    ids = tokenizer.apply_chat(Conversation([{"role": "user", "content": "what is a slot"}]))
     assert tokenizer.decode(ids) == "user: what is a slot\nassistant:"
     assert ids == tokenizer.encode("user: what is a slot\nassistant:")
 

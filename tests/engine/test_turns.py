@@ -99,7 +99,8 @@ class Server:
     def assert_empty(self) -> None:
         """Nobody waits anywhere, and nothing is kept of who has left."""
         turns = self.turns
-        assert not (turns.policy.waiting or turns._calls or turns._fresh or turns._sessions or turns._active)
+        assert not (turns.policy.waiting or turns._calls or turns._fresh or len(turns.controller))
+        assert not turns.controller._active and not turns.controller._unanswered
         assert self.cache.protected_size() == 0
 
 
@@ -148,7 +149,9 @@ def test_sessions_are_told_by_the_beginning_of_their_prompts() -> None:
     (session,) = server.turns.policy._sessions  # type: ignore[attr-defined]
     server.ask("two", prompt_of(1, 300) + prompt_of(3, 30))
     server.ask("other", prompt_of(2, 300))
-    assert server.turns._sessions["two"] == session != server.turns._sessions["other"]
+    server.turns.begin()
+    of = server.turns.controller.session_of
+    assert of("two") == session != of("other")
     server.work()
     server.assert_empty()
 
@@ -157,7 +160,9 @@ def test_a_session_is_its_tenants() -> None:
     server = Server("cached")
     server.ask("one", prompt_of(1, 40), session="s", cache_salt="x")
     server.ask("two", prompt_of(1, 40), session="s", cache_salt="y")
-    assert server.turns._sessions["one"] != server.turns._sessions["two"]
+    server.turns.begin()
+    of = server.turns.controller.session_of
+    assert of("one") != of("two")
     server.work()
     assert len(server.turns.policy._sessions) == 2  # type: ignore[attr-defined]
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from hiradix.apps.engine import turns
+from hiradix.apps.engine import session_ends
 from hiradix.apps.engine.api import Scope
+from hiradix.policy import admission_controller
 from tests.engine.test_turns import PAGE, Server, prompt_of
 
 
@@ -48,7 +49,7 @@ def test_an_end_that_two_sessions_have_goes_when_both_left() -> None:
     server.ask("again", prompt_of(5, 61), session="old")
     server.work()
     assert server.turned["again"].hit == 60
-    assert not server.turns._ends.keys() - {tail.node for tail in server.turns._tails.values()}
+    assert not server.turns.ends._num_at.keys() - {end.node for end in server.turns.ends._ends.values()}
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def test_nobody_ends_or_continues_a_session_of_another_namespace(others: dict[st
     assert server.turns.policy.num_in == 1, "it was ended by another"
     server.ask("theirs", prompt_of(1, 40), **(mine | others))
     server.work()
-    assert len(server.turns._tails) == 2
+    assert len(server.turns.ends._ends) == 2
     ended(server, **mine)
     assert server.turns.policy.num_in == 1
 
@@ -85,18 +86,19 @@ def test_sessions_without_end_are_not_kept() -> None:
         server.work()
         ended(server, session=f"s{number}")
     assert len(server.turns.policy.take_left()) <= 1
-    assert len(server.turns._left) <= len(server.turns._tails)
+    assert len(server.turns.ends._left) <= len(server.turns.ends._ends)
 
 
 def test_the_policy_follows_no_more_sessions_than_are_known_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it does when a request comes costs all sessions that it follows."""
-    monkeypatch.setattr(turns, "MOST_SESSIONS", 10)
+    for module in (admission_controller, session_ends):
+        monkeypatch.setattr(module, "MOST_SESSIONS", 10)
     server = Server("cached", num_pages=64)
     for number in range(50):
         server.ask(f"r{number}", prompt_of(number, 20), session=f"s{number}")
         server.work()
         assert len(server.turns.policy._sessions) <= 10  # type: ignore[attr-defined]
-        assert server.turns._tails.keys() == server.turns.policy._sessions.keys()  # type: ignore[attr-defined]
+        assert server.turns.ends._ends.keys() == server.turns.policy._sessions.keys()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("policy", ["lpm", "cached"])

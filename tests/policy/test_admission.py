@@ -55,7 +55,7 @@ class Bench:
         events: list[tuple[float, int, tuple]] = []
         for number, client in enumerate(self.clients):
             heapq.heappush(events, (client.start_s, len(events), ("arrive", number, 0)))
-        count, self.left_s, self.served_s, self.warm = len(events), {}, {}, {}
+        count, self.remaining_s, self.served_s, self.warm = len(events), {}, {}, {}
         busy, now_s, asking = False, 0.0, False
         while events:
             now_s, _, (what, number, turn) = heapq.heappop(events)
@@ -64,7 +64,7 @@ class Bench:
                 self._arrive(rid, number, turn, now_s)
             elif what == "chunk":
                 busy = False
-                if self.left_s[rid] <= 1e-9:
+                if self.remaining_s[rid] <= 1e-9:
                     self._computed(rid, now_s)
                     count += 1
                     heapq.heappush(events, (now_s + client.answer_s, count, ("end", number, turn)))
@@ -79,8 +79,8 @@ class Bench:
                 chosen = self._next(now_s)
                 count += 1
                 if chosen is not None:
-                    busy, step_s = True, min(CHUNK_S, self.left_s[chosen])
-                    self.left_s[chosen] -= step_s
+                    busy, step_s = True, min(CHUNK_S, self.remaining_s[chosen])
+                    self.remaining_s[chosen] -= step_s
                     n, k = map(int, chosen.split("/"))
                     heapq.heappush(events, (now_s + step_s, count, ("chunk", n, k)))
                 elif not asking:
@@ -98,15 +98,15 @@ class Bench:
         waiting = self.policy.waiting
         names = list(waiting)
         self.shuffle(names)
-        prices = {rid: self.left_s.get(rid, self._price_s(waiting[rid])) for rid in names}
+        prices = {rid: self.remaining_s.get(rid, self._price_s(waiting[rid])) for rid in names}
         order = self.policy.order(now_s, prices)
         assert len(order) == len(set(order)) and set(order) <= set(waiting)
         self.log.append((now_s, order))
         if not order:
             return None
         rid = order[0]
-        if rid not in self.left_s:
-            self.left_s[rid] = self.served_s[rid] = self._price_s(waiting[rid])
+        if rid not in self.remaining_s:
+            self.remaining_s[rid] = self.served_s[rid] = self._price_s(waiting[rid])
             self.policy.start(rid, now_s)
             self.warm[waiting[rid].session] = waiting[rid].cold_price_s
             for session in self.policy.take_left():

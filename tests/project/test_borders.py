@@ -41,9 +41,6 @@ BORDERS = {
     "hiradix.apps.engine.recurrent.StateBuffers": "a model's view of a pool of states",
     "hiradix.apps.server.service.Service": "an engine behind the HTTP server",
     "hiradix.apps.server.service.TokenizerLike": "a tokenizer",
-    "hiradix.apps.server.render.Renderer": "a shape of answers",
-    "hiradix.apps.server.schema.Share": "what one body may cost",
-    "hiradix.apps.demo.process.Child": "a process of the operating system",
 }
 
 

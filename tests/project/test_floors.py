@@ -8,13 +8,16 @@ from pathlib import Path
 from tests.project.repo import Module, imports, modules
 
 FLOORS = {
-    "errors": -2,
+    "errors": -3,
+    "config_files": -2,
     "settings": -1,
     "browsers": 0,
     "config": 0,
+    "sources": 1,
     "os_memory": 0,
     "tree": 1,
     "triton_kernels": 1,
+    "explain": 1,
     "events": 2,
     "intents": 2,
     "memory": 2,
@@ -28,6 +31,7 @@ FLOORS = {
     "apps": 6,
     "apps.storage_tools": 6,
     "apps.tour": 6,
+    "apps.lmcache": 6,
     "apps.engine": 6,
     "apps.traces": 6,
     "apps.replay": 7,
@@ -35,6 +39,7 @@ FLOORS = {
     "apps.certify": 8,
     "apps.server": 7,
     "apps.demo": 8,
+    "apps.configure": 8,
     "cli": 9,
 }
 HEAVY = {"torch", "triton", "transformers"}
@@ -42,13 +47,17 @@ HEAVY = {"torch", "triton", "transformers"}
 TORCH_FREE_FLOORS = {
     "errors",
     "settings",
+    "config_files",
     "browsers",
     "config",
+    "sources",
     "os_memory",
     "tree",
+    "explain",
     "events",
     "storage",
     "apps.storage_tools",
+    "apps.lmcache",
     "apps.traces",
     "apps.bench",
     "apps.certify",

@@ -7,8 +7,8 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,10 @@ TALKS = (50, 57, 64, 71)
 
 @dataclass(frozen=True)
 class Plan:
-    """One start of the ranks. phases: names of functions below, in order; each writes what it saw."""
+    """One start of the ranks. phases: names of functions below, in order; each writes what it saw.
+
+    engine: further fields of their EngineConfig.
+    """
 
     model: Path
     folder: Path
@@ -33,6 +36,7 @@ class Plan:
     phases: tuple[str, ...]
     timeout_s: float = 60.0
     device_tokens: int = 384
+    engine: Mapping[str, Any] = field(default_factory=dict)
 
 
 def cache_config(folder: Path) -> HiCacheConfig:
@@ -62,7 +66,7 @@ def run(rank: int, plan: Plan) -> None:
     group = ProcessGroup(Membership(rank, plan.size, address, plan.timeout_s))
     config = EngineConfig(
         str(plan.model), max_total_tokens=plan.device_tokens, chunked_prefill_size=64,
-        cache=cache_config(plan.folder), check=True,
+        cache=cache_config(plan.folder), check=True, **plan.engine,
     )  # fmt: skip
     engine = Engine(config, group=group)
     seen: dict[str, Any] = {}
@@ -165,6 +169,26 @@ def one_bad_backend(engine: Any, rank: int) -> Any:
     return turns
 
 
+def one_bad_copy(engine: Any, rank: int) -> Any:
+    """Rank 1's loads from the host fail now and then, in the middle of passes that others compute in, too."""
+    from hiradix.transfer.runners import CopyRunner
+
+    settle(engine)
+    rng, load_layer = random.Random(5), CopyRunner._load_layer
+
+    def worse(self: Any, *copy: Any) -> None:
+        if rng.random() < 0.05:
+            raise OSError("gone")
+        load_layer(self, *copy)
+
+    if rank == 1:
+        CopyRunner._load_layer = worse  # type: ignore[method-assign]
+    turns = [serve(engine, prompts(TALKS, seed=3 + turn % 2)) for turn in range(6)]
+    CopyRunner._load_layer = load_layer  # type: ignore[method-assign]
+    settle(engine)
+    return turns
+
+
 def attach_on_one_rank_only(engine: Any, rank: int) -> Any:
     """Rank 1 cannot open the backend: no rank attaches, and all say so. Then it can."""
     settle(engine)
@@ -255,6 +279,7 @@ PHASES: dict[str, Callable[[Any, int], Any]] = {
         converse,
         from_storage,
         one_bad_backend,
+        one_bad_copy,
         attach_on_one_rank_only,
         attach_that_hangs_on_one_rank,
         corrupted,

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.checkpoints import CONTEXT, VOCAB, Reference
+from tests.engine.checkpoints import CONTEXT, VOCAB, Reference, write_checkpoint
 from tests.identity import Identity
 from tests.ranks.scenario import NUM_NEW, Plan, start
 from tests.seeded_model import seeded_model
@@ -85,6 +85,32 @@ def test_two_ranks_answer_as_one(model: Path, tmp_path: Path) -> None:
     assert said["from_storage"][0]["cached"][2] > 0
     assert said["attach_on_one_rank_only"] == [[True, "Detached HiCache storage backend successfully."],
                                                False, False, False, True, True]  # fmt: skip
+
+
+KINDS = {
+    "lfm2": {"max_mamba_cache_size": 24, "max_running_requests": 4},
+    "qwen3-next-moe": {"max_mamba_cache_size": 24, "max_running_requests": 4},
+    "qwen3.5": {"max_mamba_cache_size": 24, "max_running_requests": 4},
+    "bamba": {"max_mamba_cache_size": 24, "max_running_requests": 4},
+    "gemma3": {"swa_full_tokens_ratio": 0.5},
+}
+
+
+@pytest.mark.long(20)
+@pytest.mark.timeout(450)
+@pytest.mark.parametrize("family", KINDS)
+def test_two_ranks_with_a_share_of_each_state_or_window(family: str, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    write_checkpoint(family, path)
+    phases = ("converse", "from_storage", "one_bad_copy", "one_bad_backend")
+    seen, codes = play(Plan(path, tmp_path, 2, phases, engine=KINDS[family]))
+    said, reference = same_everywhere(seen), Reference.load(path)
+    assert codes == [0, 0]
+    for phase in phases:
+        judge(reference, said[phase]).assert_holds()
+    device, host, _ = (sum(turn["cached"][at] for turn in said["converse"]) for at in range(3))
+    assert device > 0 and host > 0
+    assert said["from_storage"][0]["cached"][2] > 0
 
 
 @pytest.mark.long(10)

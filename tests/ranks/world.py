@@ -397,11 +397,12 @@ class Rank:
         flights = [list(cache.in_flight.of_kind(kind)) for kind in JobKind]
         assert cache.prefetcher is not None and cache.supply.host is not None
         prefetches: list[Any] = [
-            (p.phase, p.asked_pages, p.loaded_pages, p.stopped, p.end_page, p.nothing_there, len(p.tickets))
+            (p.phase, p.asked_pages, p.loaded_pages, p.stopped, p.end_page, p.found_nothing, len(p.tickets))
             for p in cache.prefetcher._running
         ]
         waiting = [(p.handle, p.phase, p.lock is None, p.wants_hold) for p in cache.prefetcher._waiting]
-        prefetches = [prefetches, waiting, cache.prefetcher.reserved_pages(), cache.prefetcher.num_short]
+        reserved = cache.prefetcher.room
+        prefetches = [prefetches, waiting, reserved.reserved_pages(), reserved.num_short]
         room = (self.device.available, cache.supply.host.available)
         gate = cache.no_regret
         return [nodes, orders, flights, prefetches, room, cache.counters, self.said, self.gates,

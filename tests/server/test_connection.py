@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hiradix.apps.server import connection, schema
+from hiradix.apps.server import connection, intake
 from hiradix.apps.server import serve as serve_module
 from hiradix.apps.server.refusals import REFUSALS, WARN_EVERY_S, Sparing
 from tests.server.live import DEADLINE_S, running
@@ -481,8 +481,8 @@ def test_heads_have_a_longest(num_bytes: int, ends: bool) -> None:
 
 
 def test_a_body_that_is_too_long_or_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schema, "MAX_BODY_BYTES", 1000)
-    monkeypatch.setattr(schema, "BODY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(intake, "MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr(intake, "BODY_TIMEOUT_S", 0.1)
 
     async def story(host: str, port: int) -> None:
         for length, sent, status in ((1001, b" " * 1001, b"413"), (100, b"{", b"408")):
@@ -502,8 +502,8 @@ def test_the_page_has_the_numbers() -> None:
         f"kept for {connection.KEEP_ALIVE_S:g} s",
         f"{connection.CLOSING_S:g} s more",
         f"{connection.MAX_HEAD_BYTES // 1024} KiB",
-        f"{schema.BODY_TIMEOUT_S:g} s",
-        f"{schema.MAX_BODY_BYTES >> 20} MiB",
+        f"{intake.BODY_TIMEOUT_S:g} s",
+        f"{intake.MAX_BODY_BYTES >> 20} MiB",
         f"{serve_module.UNSENT_TIMEOUT_S:g} s",
         f"{connection.MAX_CONNECTIONS} connections",
     ):

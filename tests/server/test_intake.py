@@ -129,7 +129,7 @@ def test_a_stop_string_which_is_kept_to_the_end_has_a_length(stop: object) -> No
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/keep_alive"])
 def test_a_body_that_never_comes_is_given_up(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hiradix.apps.server.schema.BODY_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("hiradix.apps.server.intake.BODY_TIMEOUT_S", 0.01)
 
     async def work() -> None:
         call = await Call(application(ScriptedService()), path).send(b"{", more=True)

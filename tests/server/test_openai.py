@@ -233,7 +233,7 @@ def test_body_that_is_no_object(data: bytes) -> None:
 
 
 def test_body_has_a_size_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hiradix.apps.server.schema.MAX_BODY_BYTES", 100)
+    monkeypatch.setattr("hiradix.apps.server.intake.MAX_BODY_BYTES", 100)
     reply = client(ScriptedService()).post("/v1/completions", json={"prompt": "a" * 200})
     assert reply.status_code == 413
 

@@ -271,7 +271,7 @@ FILE_FLAGS = ["--api-key-file", "--admin-api-key-file", "--api-keys", EXTRA]
 def test_a_pipe_that_nobody_writes_does_not_hold_the_start(
     flag: str, start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hiradix.config.FILE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("hiradix.config_files.FILE_TIMEOUT_S", 0.05)
     path = tmp_path / "pipe.json"
     os.mkfifo(path)
     asked = f"@{path}" if flag == EXTRA else str(path)

@@ -1,4 +1,4 @@
-"""Tiny random models beside the Llama: sliding windows, latent attention (MLA), gated delta networks."""
+"""Tiny random models beside the Llama: windows, latent attention (MLA), gated delta networks, Mamba 2."""
 
 from __future__ import annotations
 
@@ -76,6 +76,30 @@ def write_gated_delta_model(folder: Path) -> Path:
     path = folder / "config.json"
     changed = {"shared_expert_intermediate_size": 0, "full_attention_interval": 2, "rope_theta": 10000.0}
     path.write_text(json.dumps(json.loads(path.read_text()) | changed | {"partial_rotary_factor": 0.25}))
+    write_tiny_tokenizer(folder)
+    return folder
+
+
+def write_mamba2_model(folder: Path) -> Path:
+    """Four layers of Granite 4, every other one full attention, the rest with states that remember for long."""
+    import torch
+    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+
+    num_layers = 4
+    config = GraniteMoeHybridConfig(
+        **_COMMON, num_hidden_layers=num_layers, num_attention_heads=4, num_key_value_heads=2, mamba_n_heads=8,
+        mamba_d_head=32, mamba_d_state=16, mamba_n_groups=1, mamba_expand=2, num_local_experts=0,
+        shared_intermediate_size=64, layer_types=["linear_attention", "full_attention"] * (num_layers // 2),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = GraniteMoeHybridForCausalLM(config).to(torch.float32).eval()
+    for name, values in model.named_parameters():
+        if name.endswith("A_log"):
+            values.data.fill_(-4.0)
+    model.save_pretrained(folder)
+    path = folder / "config.json"
+    changed = {"layer_types": ["mamba", "attention"] * (num_layers // 2), "rope_theta": 10000.0}
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
     write_tiny_tokenizer(folder)
     return folder
 

@@ -19,7 +19,7 @@ def test_gauges_follow_the_room_and_the_storage(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(metrics_feed, "get_observability", lambda: none)
     monkeypatch.setattr(metrics_feed, "is_dp_attention_enabled", lambda: False)
     monkeypatch.setattr(metrics_feed, "radix_cache_metric_labels", lambda name, *_: {"cache_type": name})
-    prefetcher = SimpleNamespace(num_held=3, caps=[10], num_short=1)
+    prefetcher = SimpleNamespace(room=SimpleNamespace(num_held=3, num_short=1), caps=[10])
     stats = SimpleNamespace(kinds={kind: KindStats() for kind in JobKind})
     counters = SimpleNamespace(prefetched=0, backed_up=0, unfulfilled={})
     inner = SimpleNamespace(
@@ -35,7 +35,7 @@ def test_gauges_follow_the_room_and_the_storage(monkeypatch: pytest.MonkeyPatch)
     feed.show_storage("one")
     feed.update()
     assert shown("one") == [12, 40, 1]
-    prefetcher.num_held = prefetcher.num_short = 0
+    prefetcher.room.num_held = prefetcher.room.num_short = 0
     feed.update()
     assert shown("one") == [0, 40, 0], "though no transfer has ended"
     feed.show_storage("other")

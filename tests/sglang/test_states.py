@@ -17,8 +17,7 @@ from hiradix.adapters.sglang.states import RequestStates, require_known_states
 from hiradix.errors import ConfigError
 from hiradix.memory import DevicePool, HybridPools
 from hiradix.memory.engine_pools import state_pools
-from tests.sglang.rig import PAGE, stored_in
-from tests.sglang.state_rig import RECORDS, StateRig, digest
+from tests.sglang.rig import PAGE, RECORDS, StateRig, digest, stored_in
 
 PROMPT = [3 + n % 11 for n in range(8 * PAGE)]
 CHUNKS = (3 * PAGE, 5 * PAGE)  # of it: with one state a request has records where its chunks end
@@ -265,7 +264,7 @@ def test_layers_that_are_exchanged_after_a_restart_are_seen(
         return replace(pools, other=DevicePool.wrap_arrays(pools.other.shape, arrays, 1))
 
     if exchanged:
-        monkeypatch.setattr("tests.sglang.state_rig.state_pools", other)
+        monkeypatch.setattr("tests.sglang.rig.state_pools", other)
     after = StateRig(tmp_path)
     req = after.request([*PROMPT, 5, 5])
     handle = after.prefetch(req)

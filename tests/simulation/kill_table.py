@@ -186,7 +186,7 @@ BUGS = [
         "19",
         "who waits no more keeps what was held for it",
         "Prefetcher.stop",
-        "self._unlock(_1)",
+        "self.room.release(_1)",
         "pass",
         "tests/cache/test_waiting.py",
     ),
@@ -248,7 +248,7 @@ BUGS = [
         "a prefetch without a hit never ends",
         "Prefetcher.found",
         "self._finish(_1)",
-        "_1.nothing_there or self._finish(_1)",
+        "_1.found_nothing or self._finish(_1)",
     ),
     bug(
         "27",

@@ -414,7 +414,7 @@ class World:
         assert self.host.available + resident + in_flight == self.setup.host_pages, (
             self.host.available, resident, in_flight, self.setup.host_pages,
         )  # fmt: skip
-        self.cache.cache.prefetcher.check()  # room of those who wait: never above its cap, nobody else's
+        self.cache.cache.prefetcher.room.check()  # room of those who wait: never above its cap, nobody else's
         pending = sum(self.controller.pending(kind) for kind in JobKind)
         assert pending == len(flights), f"{pending} tickets are open, the cache knows {len(flights)}"
         for kind, job_queue in self.controller._job_table.job_queues.items():
@@ -471,7 +471,7 @@ class World:
         assert not cache._copies._grown, f"copies of the rows of {list(cache._copies._grown)} are kept"
         assert not self.controller._job_table._open and not cache.cache.write_through.storage_backup._ending
         turns = self.scheduler.turns
-        assert not (turns.policy.waiting or turns._calls or turns._fresh or turns._sessions or turns._active)
+        assert not (turns.policy.waiting or turns._calls or turns._fresh or len(turns.controller))
         for tier in Tier:
             assert tree.protected_pages(tier) == 0, f"{tree.protected_pages(tier)} {tier.name} pages locked"
         assert not cache._by_node._of, "locks of nodes that nobody gave back"

@@ -9,7 +9,7 @@ from typing import Any
 
 from hiradix.errors import StorageError
 from hiradix.storage import Page, PageFingerprint, StorageBackend, StorageContext, Traits, check_key
-from hiradix.storage.kit.landing import Landing
+from hiradix.storage.kit.in_place import InPlacePage
 
 HANG_LIMIT_S = 60.0
 
@@ -200,10 +200,10 @@ def memory_context(fingerprint: PageFingerprint, page_bytes: int, **config: Any)
     return StorageContext(fingerprint, config, page_bytes)
 
 
-class LandingMemory(MemoryBackend):
+class InPlaceMemory(MemoryBackend):
     """Memory whose pages come in pieces of at most `piece_bytes`, straight into the caller's pages."""
 
-    traits = Traits(lands=True)
+    traits = Traits(in_place=True)
     piece_bytes = 1000
 
     def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
@@ -211,7 +211,7 @@ class LandingMemory(MemoryBackend):
 
     def land(self, key: str, page: Page) -> bool:
         """One page."""
-        assert isinstance(page, Landing), "not the guard's"
+        assert isinstance(page, InPlacePage), "not the guard's"
         page.check_wanted()
         (name,) = self._names([key])
         stored = self.pages.get(name)

@@ -24,7 +24,7 @@ from tests.contracts.storage import (
     SharedQuotaContract,
     StorageContract,
 )
-from tests.storage.doubles import FaultyBackend, LandingMemory, MemoryBackend
+from tests.storage.doubles import FaultyBackend, InPlaceMemory, MemoryBackend
 
 FILE_BYTES = footprint(SEAL_BYTES + PAGE_BYTES)
 PATIENT = {"deadline_s": 30.0, "lock_timeout_s": 30.0}
@@ -128,7 +128,7 @@ class TestGuardedLanding(MemoryStore, StorageContract, PersistentContract, Share
 
     def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> GuardedStorage:
         context = StorageContext(fingerprint, {"place": str(place)} | config, PAGE_BYTES)
-        return GuardedStorage(LandingMemory(context, self.places), fingerprint, GuardLimits(deadline_s=30.0))
+        return GuardedStorage(InPlaceMemory(context, self.places), fingerprint, GuardLimits(deadline_s=30.0))
 
 
 class TestGuardedInPieces(MemoryStore, StorageContract):

@@ -40,7 +40,7 @@ from hiradix.storage.backends.redis import resp
 from hiradix.storage.backends.redis.resp import Frame, RespStream, encode_around
 from hiradix.storage.kit import call_threads, vectored
 from hiradix.storage.kit.call_threads import fill_head
-from hiradix.storage.kit.landing import Landing
+from hiradix.storage.kit.in_place import InPlacePage
 from hiradix.storage.kit.seal import CHECKSUMS, CRC32, NONE, SEAL_BYTES, XXH3_64, Sealer, Verdict
 from hiradix.storage.kit.vectored import WRITE_CALL_BYTES, read_into, write_from
 from hiradix.storage.opening import COMMON_SETTINGS, StoreSettings
@@ -552,14 +552,14 @@ def test_a_short_value_goes_to_a_pages_beginning(length: int) -> None:
 
 
 @seeded
-@pytest.mark.parametrize("lands", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("seed", seeds(8))
 def test_pages_come_out_of_a_stream_in_whatever_pieces_it_has(
-    monkeypatch: pytest.MonkeyPatch, seed: int, lands: bool
+    monkeypatch: pytest.MonkeyPatch, seed: int, in_place: bool
 ) -> None:
     """Beside pages that are not there, of another length, and refused; nothing behind the last is taken."""
     rng = random.Random(seed)
-    monkeypatch.setattr(resp, "_LANDING_BYTES", rng.choice([100, 300, 5000]))
+    monkeypatch.setattr(resp, "_RECEIVE_BYTES", rng.choice([100, 300, 5000]))
     length, replies, expected = 200, [], []
     for _ in range(60):
         data = rng.randbytes(rng.choice([length, length, length, 0, 199, 201]))
@@ -582,8 +582,8 @@ def test_pages_come_out_of_a_stream_in_whatever_pieces_it_has(
     server.start()
     memory = [bytearray(length) for _ in replies]
     pages: list[Page] = [[memoryview(page)[:33], memoryview(page)[33:]] for page in memory]
-    if lands:
-        pages = [Landing(page) for page in pages]
+    if in_place:
+        pages = [InPlacePage(page) for page in pages]
     try:
         found = RespStream(ours)
         assert found.get_into([(b"GET", b"x")] * 60, pages) == [data is not None for data in expected]
@@ -595,14 +595,14 @@ def test_pages_come_out_of_a_stream_in_whatever_pieces_it_has(
         theirs.close()
 
 
-def test_nothing_lands_in_a_page_that_was_taken_back() -> None:
+def test_nothing_is_written_to_a_page_that_was_taken_back() -> None:
     ours, theirs = socket.socketpair()
     page = bytearray(8)
-    landing = Landing([memoryview(page)])
-    landing.withdraw()
+    target = InPlacePage([memoryview(page)])
+    target.withdraw()
     theirs.send(b"$8\r\n12345678\r\n")
     with pytest.raises(StorageError, match="nobody waits"):
-        RespStream(ours).get_into([(b"GET", b"x")], [landing])
+        RespStream(ours).get_into([(b"GET", b"x")], [target])
     assert page == bytes(8)
     ours.close()
     theirs.close()

@@ -24,7 +24,7 @@ from hiradix.storage import Batch, GuardedStorage, GuardLimits, Page, StorageBac
 from hiradix.storage.backends.tier import backend as tier_module
 from hiradix.storage.guard.breaker import BreakerLimits
 from hiradix.storage.kit.call_threads import fill_head
-from hiradix.storage.kit.landing import Landing
+from hiradix.storage.kit.in_place import InPlacePage
 from hiradix.storage.protocol import fits
 from hiradix.storage.wrappers.account import Account
 from hiradix.storage.wrappers.compress import CompressedStorage
@@ -45,7 +45,7 @@ batches = st.lists(st.sampled_from(KEYS), min_size=1, max_size=4, unique=True)
 class Wild(MemoryBackend):
     """Memory whose next call goes wrong in one way. No page of it is ever proven: whoever is above must.
 
-    traits: `lands` and `ragged` are kept.
+    traits: `in_place` and `ragged` are kept.
     """
 
     def __init__(self, context: StorageContext, places: dict[str, OrderedDict[str, bytes]], traits: Traits):
@@ -84,7 +84,7 @@ class Wild(MemoryBackend):
         stored = self.pages.get(self._names([key])[0])
         if stored is None or not fits(len(stored), page, self.traits.ragged):
             return False
-        if not isinstance(page, Landing):
+        if not isinstance(page, InPlacePage):
             fill_head(memoryview(stored), page)
             return True
         page.begin(len(stored))
@@ -92,7 +92,7 @@ class Wild(MemoryBackend):
         return all(page.write(memoryview(piece)) for piece in (stored[:at], stored[at:])) and page.is_whole
 
     def _tear(self, page: Page) -> None:
-        if isinstance(page, Landing):
+        if isinstance(page, InPlacePage):
             page.begin(page.num_bytes)
             page.write(memoryview(bytes(page.num_bytes // 2)))
         else:
@@ -176,10 +176,10 @@ stacks = (
 class StackStates(RuleBasedStateMachine):
     """The oracle is a function of the key: what stands under a name is the same whoever stores it."""
 
-    @initialize(stack=stacks, failures=st.integers(1, 4), lands=st.booleans())
-    def start(self, stack: list[str], failures: int, lands: bool) -> None:
+    @initialize(stack=stacks, failures=st.integers(1, 4), in_place=st.booleans())
+    def start(self, stack: list[str], failures: int, in_place: bool) -> None:
         self.stack = stack
-        self.traits = Traits(lands=lands, ragged="compressed" in stack)
+        self.traits = Traits(in_place=in_place, ragged="compressed" in stack)
         self.limits = GuardLimits(deadline_s=60.0, breaker=BreakerLimits(failures, 5.0))
         self.folder, self.clock, self.now_ns = Path(tempfile.mkdtemp()), FakeClock(), 0
         self.places: dict[str, OrderedDict[str, bytes]] = {}
@@ -203,7 +203,7 @@ class StackStates(RuleBasedStateMachine):
         traits = getattr(backend, "traits", Traits())
         assert traits.verifies == bool({"encrypted", "tier"} & set(self.stack))
         plain = {"encrypted", "compressed", "tier"}.isdisjoint(self.stack)
-        assert traits.lands == (plain and self.traits.lands), self.stack
+        assert traits.in_place == (plain and self.traits.in_place), self.stack
         return GuardedStorage(backend, self.fingerprint, self.limits, self.clock)
 
     def _bytes(self, key: str) -> bytes:

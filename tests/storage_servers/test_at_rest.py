@@ -33,7 +33,7 @@ from tests.contracts.storage import (
     keys_of,
     put,
 )
-from tests.storage.doubles import LandingMemory, MemoryBackend, memory_context
+from tests.storage.doubles import InPlaceMemory, MemoryBackend, memory_context
 from tests.storage_servers.servers import Server, prefix_of, redis_keys
 
 MASTER = bytes(range(32))
@@ -257,10 +257,12 @@ def test_stores_of_one_length_refuse_compression(tmp_path: Path, name: str) -> N
 def test_who_writes_pages_himself_is_given_none_to_keep(tmp_path: Path) -> None:
     """Compression and encryption fill the pages they are given by their buffers."""
     for config in ({"compression": "zstd"}, {"encryption_key_file": key_file(tmp_path)}):
-        inner = LandingMemory(memory_context(FINGERPRINT, PAGE_BYTES))
+        inner = InPlaceMemory(memory_context(FINGERPRINT, PAGE_BYTES))
         inner.traits = dataclasses.replace(inner.traits, ragged=True)
         made = wrap(inner, memory_context(FINGERPRINT, PAGE_BYTES), WrapConfig.from_mapping(config))
-        assert not made.traits.lands
+        assert not made.traits.in_place
         made.close()
-    plain = LandingMemory(memory_context(FINGERPRINT, PAGE_BYTES))
-    assert wrap(plain, memory_context(FINGERPRINT, PAGE_BYTES), WrapConfig(negative_ttl_s=1.0)).traits.lands
+    plain = InPlaceMemory(memory_context(FINGERPRINT, PAGE_BYTES))
+    assert wrap(
+        plain, memory_context(FINGERPRINT, PAGE_BYTES), WrapConfig(negative_ttl_s=1.0)
+    ).traits.in_place

@@ -1,4 +1,4 @@
-"""One vLLM process that does as it is told: a line of JSON in, a line of JSON out behind `MARK`.
+"""One vLLM process that does as it is told.
 
 python -m tests.vllm.play '{"engine": {LLM's arguments}, "connector": {extra config} or null}'
 """
@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-MARK = "@@"
+from tests.puppet import obey
+
 FIRST = {
     "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1",
@@ -358,11 +359,7 @@ def _answer(output: Any) -> Any:
 def main() -> None:
     for name, value in FIRST.items():
         os.environ.setdefault(name, value)
-    play = Play(json.loads(sys.argv[1]))
-    print(MARK, json.dumps("ready"), flush=True)
-    for line in sys.stdin:
-        asked = json.loads(line)
-        print(MARK, json.dumps(getattr(play, asked.pop("do"))(**asked)), flush=True)
+    obey(Play(json.loads(sys.argv[1])))
 
 
 if __name__ == "__main__":

@@ -91,5 +91,5 @@ def test_pages_that_are_fetched_a_second_time_are_told_again() -> None:
     vllm.abort(sooner)
     follow()
     assert vllm.role.prefetch_figures.refetched == PAGES and on_host.issuperset(later.block_hashes)
-    assert vllm.role.take_figures()["waiting_reserved_pages"] == PAGES
+    assert vllm.role.take_stats()["waiting_reserved_pages"] == PAGES
     vllm.drain()

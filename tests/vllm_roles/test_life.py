@@ -76,12 +76,12 @@ def test_figures_are_told_once() -> None:
     vllm = MiniVLLM(World())
     vllm.add(request("a", 4))
     vllm.drain()
-    assert vllm.role.take_figures() == {"saved_pages": 4}
-    assert vllm.role.take_figures() == {}
+    assert vllm.role.take_stats() == {"saved_pages": 4}
+    assert vllm.role.take_stats() == {}
     vllm.add(request("b", 4))
     vllm.drain()
-    assert vllm.role.take_figures() == {"hit_tokens": 4 * S, "loaded_pages": 4}
-    assert vllm.role.take_figures() == {}
+    assert vllm.role.take_stats() == {"hit_tokens": 4 * S, "loaded_pages": 4}
+    assert vllm.role.take_stats() == {}
 
 
 def test_answers_are_saved_too_and_the_next_turn_finds_them() -> None:
@@ -113,7 +113,7 @@ def test_a_salt_that_is_no_text_is_served_without_the_cache(
     for name in ("a", "b"):
         vllm.add(request(name, 2, cache_salt=salt))
         vllm.drain()
-    assert vllm.hit_tokens == 0 and vllm.role.take_figures() == {"not_text": 2}
+    assert vllm.hit_tokens == 0 and vllm.role.take_stats() == {"not_text": 2}
     assert caplog.text.count("cache_salt: ") == 1 and "nothing is cached" in caplog.text
 
 
@@ -447,7 +447,7 @@ def test_reads_that_bring_nothing_become_rare_until_one_brings_something() -> No
     figures = later.role.prefetch_figures
     assert figures.found == 24 * 4 and figures.left_out == (1 + 2 + 4 + 8) * 4
     assert figures.read == 3 * 4
-    assert later.role.take_figures()["prefetch_left_out_pages"] == figures.left_out
+    assert later.role.take_stats()["prefetch_left_out_pages"] == figures.left_out
 
 
 def test_a_read_is_worth_what_its_tokens_are(monkeypatch: pytest.MonkeyPatch) -> None:

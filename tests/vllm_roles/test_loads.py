@@ -222,7 +222,7 @@ def test_a_request_that_went_on_without_its_prefetch_holds_nothing_of_it() -> No
     vllm.index.lose_all()
     vllm.ranks[0].driver.held.clear()
     vllm.run(lambda: not len(vllm.role.prefetcher))
-    assert vllm.running == [long] and vllm.role.prefetcher.reserved_pages() == [0]
+    assert vllm.running == [long] and vllm.role.prefetcher.room.reserved_pages() == [0]
     vllm.drain()
 
 

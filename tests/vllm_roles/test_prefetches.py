@@ -137,7 +137,7 @@ def test_prefetched_pages_are_kept_until_their_request_is_scheduled() -> None:
     vllm.add(long)
     vllm.run(lambda: vllm.running == [long])
     vllm.add(request("b", PAGES, max_tokens=1))
-    vllm.run(lambda: not len(vllm.role.prefetcher) and vllm.role.prefetcher.reserved_pages() == [PAGES])
+    vllm.run(lambda: not len(vllm.role.prefetcher) and vllm.role.prefetcher.room.reserved_pages() == [PAGES])
     vllm.index.supply.evict(1, 20)  # type: ignore[arg-type]
     vllm.drain()
     assert vllm.hit_tokens == PAGES * S
@@ -158,11 +158,11 @@ def test_a_fetch_that_is_slower_than_computing_is_not_taken(pages_per_s: float, 
     vllm = restarted(replace(ROOMY, no_regret=True))
     computes(vllm, pages_per_s)
     vllm.role.no_regret.moved(GatedTransfer.FETCH, PAGES, 1.0)
-    vllm.role.take_figures()
+    vllm.role.take_stats()
     vllm.add(request("b", PAGES, max_tokens=1))
     vllm.drain()
     assert (vllm.hit_tokens > 0, moved(vllm) > 0) == (is_taken, is_taken)
-    told = vllm.role.take_figures()
+    told = vllm.role.take_stats()
     assert told.get("prefetch_left_out_pages", 0) == (0 if is_taken else PAGES)
     assert told.get("prefetch_missed_slower_than_compute_pages", 0) == (0 if is_taken else PAGES)
 

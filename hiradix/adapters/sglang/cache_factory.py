@@ -170,7 +170,7 @@ def _refuse_ropes(context: Any) -> None:
 
 
 def _refuse_legacy(context: Any, flags: Any) -> None:
-    """What needs more than the older contract has."""
+    """Refuse settings that need more than the older contract has."""
     needs = f"it needs SGLang {TESTED}, this is {installed_version()}"
     if context.is_hybrid_swa or context.is_hybrid_ssm:
         raise refusal("This model", f"it mixes full attention and other layers, and {needs}")
@@ -296,7 +296,8 @@ def _ranks_on_host() -> int:
 
 
 def _identity(context: Any, flags: Any, weights: Weights = UNSEEN) -> ModelIdentity:
-    """What tells this model's pages from another's; the type of fp8 elements is not that of their memory.
+    """The identity that keeps this model's pages apart from another's. The type of fp8 elements is not that of
+    their memory.
 
     weights: as they are in memory; they count where their files are not here, or are not all there is.
     """
@@ -318,7 +319,8 @@ def _identity(context: Any, flags: Any, weights: Weights = UNSEEN) -> ModelIdent
 
 
 def _otherwise(context: Any, flags: Any) -> dict[str, Any]:
-    """What has these weights give other KV than their files ask for: flags by name, what they name read."""
+    """Flags that make these weights give other KV than their files ask for, by name; files that they name are
+    read."""
     given = run_options(flags)
     kvcache, config = context.params.token_to_kv_pool_allocator.get_kvcache(), _config_of(context)
     dtype = getattr(config, "dtype", None)

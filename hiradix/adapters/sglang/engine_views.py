@@ -114,7 +114,7 @@ class FencedStreams(CudaStreams):
 
 
 class ControllerView:
-    """What SGLang reads and sets on a cache's `cache_controller`.
+    """A cache's `cache_controller`, as far as SGLang reads and sets it.
 
     storage_backend: the object whose class's name reports carry, as `storage_backend` beside cached tokens.
     load_fence_stream, write_fence_stream: SGLang's forward stream, set by its scheduler.

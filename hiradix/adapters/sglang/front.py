@@ -1,4 +1,4 @@
-"""What SGLang's contracts have in common: attributes, keys, and what is only asked of our cache."""
+"""The parts that SGLang's contracts have in common: attributes, keys, and queries of our cache."""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ class LoraAdapters:
 
     @staticmethod
     def given(references: Iterable[Any] | None, is_hub: bool = True) -> LoraAdapters:
-        """Those of `--lora-paths`; SGLang's records. Reads each one's weights, of a folder or of a hub name's
-        snapshot. is_hub: whether names are Hugging Face's."""
+        """The adapters of `--lora-paths`; SGLang's records. Reads each one's weights, of a folder or of a hub
+        name's snapshot. is_hub: whether names are Hugging Face's."""
         known, ids = {}, set()
         for one in references or ():
             ids.add(str(getattr(one, "lora_id", "")))

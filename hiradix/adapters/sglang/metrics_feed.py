@@ -17,7 +17,7 @@ from hiradix.transfer import JobKind, KindStats
 from hiradix.tree import BACKBONE
 
 POOL = "kv"
-# SGLang's reasons for storage hits that were not used; ours that it has no name for are shown as the last
+# SGLang's reasons for storage hits that were not used; reasons of ours that it has no name for count as the last
 _REASONS = ("below_threshold", "host_capacity", "storage_transfer", "deadline", "dropped")
 # host room of requests that wait: held or being filled now, the most of it, requests that have none yet
 ROOM_GAUGES = {
@@ -69,7 +69,7 @@ class MetricsFeed:
         if self._storage is not None:
             prefetcher, size = inner.cache.prefetcher, self._cache.page_size
             self._show_room(
-                (prefetcher.num_held * size, prefetcher.caps[BACKBONE] * size, prefetcher.num_short)
+                (prefetcher.room.num_held * size, prefetcher.caps[BACKBONE] * size, prefetcher.room.num_short)
             )
         stats = inner.controller.stats()
         num_results = sum(kind.num_results for kind in stats.kinds.values())
@@ -91,7 +91,7 @@ class MetricsFeed:
     def _add_copies(self, kinds: Any) -> None:
         """Copies between device and host: SGLang's collector counts tokens, bytes and seconds."""
         out, size = self._cache.metrics_collector, self._cache.page_size
-        load, write = self._news(kinds, JobKind.LOAD), self._news(kinds, JobKind.WRITE)
+        load, write = self._new_counts(kinds, JobKind.LOAD), self._new_counts(kinds, JobKind.WRITE)
         if load.num_pages:
             out.increment_load_back_num_tokens(load.num_pages * size, POOL)
             out.increment_load_back_num_bytes(load.num_bytes)
@@ -104,19 +104,19 @@ class MetricsFeed:
     def _add_storage(self, counters: Any) -> None:
         """Transfers between host and storage."""
         size, out = self._cache.page_size, self._storage
-        out.log_prefetched_tokens(self._more("prefetched", counters.prefetched) * size)
-        out.log_backuped_tokens(self._more("backed_up", counters.backed_up) * size)
+        out.log_prefetched_tokens(self._growth("prefetched", counters.prefetched) * size)
+        out.log_backuped_tokens(self._growth("backed_up", counters.backed_up) * size)
         for reason, total in counters.unfulfilled.items():
             known = reason if reason in _REASONS else "dropped"
-            out.log_storage_prefetch_unfulfilled_tokens(self._more("not " + reason, total) * size, known)
+            out.log_storage_prefetch_unfulfilled_tokens(self._growth("not " + reason, total) * size, known)
 
-    def _more(self, name: str, total: int) -> int:
-        """By how much a counter has grown since it was asked for last."""
+    def _growth(self, name: str, total: int) -> int:
+        """By how much a counter has grown since the last call."""
         before = self._seen.get(name, 0)
         self._seen[name] = total
         return total - before
 
-    def _news(self, kinds: Any, kind: JobKind) -> KindStats:
+    def _new_counts(self, kinds: Any, kind: JobKind) -> KindStats:
         """One kind's counts since the last call."""
         new, old = kinds[kind], self._kinds.get(kind, KindStats())
         return KindStats(

@@ -1,4 +1,4 @@
-"""What SGLang loads from the entry-point group `sglang.srt.plugins`, in every process it starts.
+"""The plugin that SGLang loads from the entry-point group `sglang.srt.plugins`, in every process it starts.
 
 It is there wherever hiradix is installed, so it imports nothing of SGLang or torch until it is called, and
 the cache only when SGLang asks for it.

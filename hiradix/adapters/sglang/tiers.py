@@ -356,5 +356,5 @@ class HiRadixHostCache(HiRadixPrefixCache):
 
 
 def _handle(req: Any) -> Any:
-    """What SGLang calls the request when it asks for its prefetch."""
+    """The id by which SGLang asks for a request's prefetch."""
     return getattr(req, "cache_request_handle", req.rid)

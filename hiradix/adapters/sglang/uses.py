@@ -1,4 +1,5 @@
-"""What the adapter uses of SGLang, one table per contract; its sources are compared with it at start."""
+"""Everything the adapter uses of SGLang, one table per contract; SGLang's sources are compared with it at
+start."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Weights:
 
     @property
     def first(self) -> str:
-        """What tells the weights of the start from others, in all processes; "" where none were read."""
+        """A label of the weights at start, the same in all processes; "" where none were read."""
         return "" if self._model is None or self._may_be_away else self._first
 
     def changed(self) -> str | None:
@@ -142,7 +142,7 @@ def _hashed(piece: Any) -> bytes:
 
 
 def _plain(weights: torch.Tensor) -> Iterator[torch.Tensor]:
-    """What a tensor of a class of its own is made of, as quantised ones are; a plain one is itself."""
+    """The plain tensors inside a tensor of a special class, as quantised ones are; of a plain one, itself."""
     flatten = getattr(weights, "__tensor_flatten__", None)
     if flatten is None:
         yield weights
@@ -152,7 +152,7 @@ def _plain(weights: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 class _Tables:
-    """What words are multiplied by, by their place: odd numbers that look random, the same in all processes.
+    """The factors of the words by their place: odd numbers that look random, the same in all processes.
 
     A word that was changed always changes the sum, as an odd number takes nothing from a difference; several
     that were changed cancel out by a chance of one in 2**32.

@@ -182,7 +182,7 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def _ask(self, name: str | None, extra: ExtraConfig, policy: str | None) -> None:
-        """What the admin endpoint asks of storage. Any thread."""
+        """Have storage attached or detached, as the admin endpoint was asked to. Any thread."""
         planner, prefetch = self._planner, None
         if name is not None:
             limits = prefetch_limits(self._grouping.page_size, extra)
@@ -290,7 +290,7 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> HiRadixStats | None:
         if self.scheduler is not None:
-            figures = self.scheduler.take_figures()
+            figures = self.scheduler.take_stats()
         else:
             figures = self._built.role.traffic.take() if self.worker is not None else {}
         return HiRadixStats(figures) if figures else None
@@ -335,7 +335,7 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
         self._built.role.before_forward(kv_connector_metadata.orders)
 
     def has_connector_metadata(self) -> bool:
-        """What attention layers ask before they call this role: only loads for the step concern them."""
+        """Whether attention layers must call this role: only if there are loads for the step."""
         return self._is_gated
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -431,7 +431,7 @@ def _events(vllm_config: VllmConfig, kv_cache_config: Any, grouping: Grouping) -
 
 
 def worker_plan(connector: HiRadixConnector) -> WorkerPlan:
-    """What this rank's worker is built from."""
+    """The settings of this rank's worker."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     config, groups = connector._vllm_config, connector._kv_cache_config.kv_cache_groups
@@ -464,7 +464,7 @@ def worker_plan(connector: HiRadixConnector) -> WorkerPlan:
 
 
 def _interior(config: VllmConfig, spec: Any) -> Interior:
-    """What vLLM's kernels have inside a block: of CPU kernels only the usual one is known here."""
+    """The layout inside a block of vLLM's kernels; of CPU kernels only the usual one is known here."""
     if config.device_config.device_type != "cpu" or not spec.head_size_v:
         return Interior.TOKENS
     try:

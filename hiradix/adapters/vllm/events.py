@@ -1,4 +1,4 @@
-"""What the host tier has, told in vLLM's block hashes, so that routers see one name per block in every tier.
+"""Events of the host tier in vLLM's block hashes, so that routers see one name per block in every tier.
 
 Named from the request that brought a page in. The connector gives it vLLM's event types, so that it can be
 tested without vLLM.
@@ -38,9 +38,9 @@ class HostEvents:
     _names: dict[int, bytes] = field(default_factory=dict)
     _events: list[Any] = field(default_factory=list)
 
-    def entered(self, tracked: Tracked, start: int, pages: Pages) -> None:
+    def record_stored(self, tracked: Tracked, start: int, pages: Pages) -> None:
         """Host pages hold the request's pages from page `start` on. Those that are known already are not
-        told again."""
+        reported again."""
         known = next((at for at, page in enumerate(pages.tolist()) if page not in self._names), len(pages))
         start, pages = start + known, pages[known:]
         hashes = tracked.request.block_hashes
@@ -53,7 +53,7 @@ class HostEvents:
         tokens = tracked.request.all_token_ids[start * self.page_size : (start + len(pages)) * self.page_size]
         self._events.append(self.stored(Stored(names, parent, list(tokens), tracked.request.lora_request)))
 
-    def left(self, dropped: Sequence[Pages]) -> None:
+    def record_removed(self, dropped: Sequence[Pages]) -> None:
         """These host pages are free again."""
         names = [self._names.pop(page) for pages in dropped for page in pages.tolist() if page in self._names]
         if names:

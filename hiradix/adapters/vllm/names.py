@@ -1,4 +1,4 @@
-"""What vLLM takes names for, and models whose pages nobody can name."""
+"""How vLLM resolves the names of models and adapters, and models whose pages cannot be named."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ logger = logging.getLogger(__name__)
 
 
 def names_are_hub() -> bool:
-    """Whether vLLM takes the names of models and adapters for Hugging Face's."""
+    """Whether vLLM resolves the names of models and adapters at Hugging Face, and not at ModelScope."""
     return os.environ.get("VLLM_USE_MODELSCOPE", "").strip().lower() not in ("1", "true")
 
 
 def local_place(name: str, revision: str | None = None, cache_dir: str | None = None) -> str:
-    """The folder that vLLM takes a name of ModelScope's for, as its own client finds it on this machine; any
-    other name, path or address as it is."""
+    """The local folder to which ModelScope's client resolves `name`, as vLLM does; any other name, path or
+    address unchanged."""
     if names_are_hub() or os.path.exists(name):
         return name
     try:
@@ -32,7 +32,7 @@ def local_place(name: str, revision: str | None = None, cache_dir: str | None = 
 
 @lru_cache(maxsize=1024)
 def _of_modelscope(name: str, revision: str | None, cache_dir: str | None) -> str:
-    """Asked once: requests of an adapter name it each time."""
+    """Cached, as each request of an adapter names it."""
     from modelscope.hub.snapshot_download import snapshot_download
 
     return str(snapshot_download(name, revision=revision, cache_dir=cache_dir, local_files_only=True))
@@ -40,15 +40,16 @@ def _of_modelscope(name: str, revision: str | None, cache_dir: str | None) -> st
 
 @lru_cache(maxsize=1024)
 def _warn_unknown(name: str, why: str) -> None:
-    """Once for each."""
+    """Warn once for each name and reason."""
     logger.warning("%s is in no cache of ModelScope's here: it is known by its name alone: %s", name, why)
 
 
 def refuse_ropes(model: Any) -> None:
-    """Raise ConfigError for a rope whose factors a batch decides, so that no prefix has KV of its own.
+    """Raise ConfigError for a rope whose factors depend on the other sequences of a batch: the KV of a prefix
+    would not depend on the prefix alone.
 
-    model: vLLM's ModelConfig. Those of Transformers, for models that vLLM has no code for, do; vLLM's own
-    have fixed ones.
+    model: vLLM's ModelConfig. Only models that run through the Transformers backend have such ropes; vLLM's own
+    have fixed factors.
     """
     is_foreign = getattr(model, "using_transformers_backend", None)
     if is_foreign is None or not is_foreign():

@@ -1,4 +1,4 @@
-"""What passes between the two roles: orders with each step's metadata, outcomes with each step's output.
+"""Messages between the two roles: orders with each step's metadata, outcomes with each step's output.
 
 Frozen records of numbers and arrays, so that vLLM can carry them between processes. What is ordered of pages
 is in `hiradix.transfer.step_executor`; every worker answers each ticket once.
@@ -56,7 +56,7 @@ class Orders:
 
 @dataclass(frozen=True)
 class WorkerFacts:
-    """What the scheduler must know of a worker before the first step: its host pages per component, and
+    """A worker's report before the first step: its host pages per component, and
     bytes of each."""
 
     num_pages: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What the scheduler role knows of each request, and the key its tokens spell."""
+"""The scheduler role's record of each request, and the key of its tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 class EngineRequest(Protocol):
-    """What is read of vLLM's Request."""
+    """vLLM's Request, as far as it is read here."""
 
     request_id: str
     num_computed_tokens: int
@@ -81,7 +81,7 @@ class Tracked:
         return key
 
     def ended(self) -> Finished:
-        """What a policy may learn from a request that has ended: how long its prompt and its answer were."""
+        """The facts a policy learns from a request that has ended: the lengths of its prompt and its answer."""
         tokens = self.request.prompt_token_ids
         if tokens is None:
             raise Misuse("a request without tokens is not tracked")
@@ -109,7 +109,7 @@ def track(request: EngineRequest, page_size: int) -> Tracked | None:
 
 
 def _adapter(lora: Any) -> str | None:
-    """What names an adapter in every process: its name and its weights, not vLLM's number for it.
+    """The name of an adapter in every process: made of its name and its weights, not vLLM's number for it.
 
     AdapterChanged: which weights vLLM computes with is not known.
     """
@@ -165,7 +165,7 @@ def _as_loaded(path: str, load: int) -> _AsLoaded:
 
 
 def _files(path: str) -> tuple[tuple[str, int, int], ...]:
-    """What would tell that an adapter's files were replaced."""
+    """The state of an adapter's files; it changes when they are replaced."""
     folder = _folder(path)
     if folder is None:
         return ()

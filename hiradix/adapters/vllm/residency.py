@@ -1,4 +1,4 @@
-"""What a request that waits in vLLM's queue would find: on the device, on the host, in storage."""
+"""Residency of a waiting request's prompt: on the device, on the host, in storage."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNCHANGED_S = 10.0  # or for so long where nothing has come or gone
 
 
 class QueuedRequest(Protocol):
-    """What is read of vLLM's Request."""
+    """vLLM's Request, as far as it is read here."""
 
     request_id: str
     num_computed_tokens: int
@@ -57,12 +57,12 @@ class DevicePrefixes:
         return bisect_left(range(most), True, key=lambda i: not self._has_block(names[i]))
 
     def names(self, request: QueuedRequest) -> Sequence[bytes]:
-        """Those of its whole blocks."""
+        """The hashes of its whole blocks."""
         return self._view(request.block_hashes)
 
 
 class BlockPool(Protocol):
-    """What is used of vLLM's BlockPool."""
+    """vLLM's BlockPool, as far as it is used here."""
 
     num_gpu_blocks: int
     free_block_queue: Any
@@ -138,7 +138,7 @@ class IdleBlocks:
 
 @dataclass(slots=True)
 class _Found:
-    """What a request's last lookups gave. host_at: the state of the host index, and when it was asked.
+    """The answers of a request's last lookups. host_at: the state of the host index, and when it was asked.
 
     is_fetching: storage was being read for it then.
     """

@@ -70,7 +70,7 @@ class SchedulerRole:
             page_size=self.index.page_size,
         )
         self.device = ForeignDevice(
-            self.index, self.executor, self.no_regret, plan.load_async, self._tell_entered
+            self.index, self.executor, self.no_regret, plan.load_async, self._record_entered
         )
         self.storage = StorageTracker(
             self.executor, plan.num_workers, plan.clock, self._storage_leaves, self._storage_came
@@ -90,8 +90,8 @@ class SchedulerRole:
         self._state_parts = [component for component, kind in kinds if not kind.per_page]
         self._num_hit_tokens = self._num_fences = self._num_not_text = 0
         self._changes = Changes()
-        self._told_gauges: dict[str, float] = {}
-        self._is_told = False  # nothing has happened since `take_figures`
+        self._last_gauges: dict[str, float] = {}
+        self._is_reported = False  # nothing has happened since `take_stats`
         self._quiet: Orders | None = None  # of the next step, if nothing happens before it
 
     def open(self, num_pages: Sequence[int], page_bytes: Sequence[int], has_storage: bool) -> None:
@@ -213,7 +213,7 @@ class SchedulerRole:
         return is_ordered
 
     def _blocks(self, table: BlockTables) -> BlockTables:
-        """Those of each component, of the blocks of all KV cache groups."""
+        """The block table of each component, from those of all KV cache groups."""
         return [table[group] for group in self.plan.groups]
 
     def finished(self, request: EngineRequest, table: BlockTables) -> None:
@@ -258,16 +258,16 @@ class SchedulerRole:
             self.index.drop_lost()  # which it may have held
 
     def _fetched(self, request_id: Hashable, first: int, node: Node) -> None:
-        """What was read for a request is on the host: its pages from page `first` to the end of `node`."""
+        """Pages read for a request are on the host: from page `first` to the end of `node`."""
         tracked = self.requests.get(str(request_id))
         if tracked is not None:
-            self._tell_entered(tracked, first, self.index.tree.pages(node, Tier.HOST, first))
+            self._record_entered(tracked, first, self.index.tree.pages(node, Tier.HOST, first))
 
     # -- one step -----------------------------------------------------------------------------
 
     def _happened(self) -> None:
-        """Something did that may bring orders or change figures."""
-        self._is_told, self._quiet = False, None
+        """Something happened that may bring orders or change figures."""
+        self._is_reported, self._quiet = False, None
 
     def quiet_step(self, computed: Iterable[tuple[str, int]]) -> Orders | None:
         """The orders of a step in which no request gets a block, or None if `step` must see it.
@@ -278,7 +278,7 @@ class SchedulerRole:
         """
         if self._quiet is None or self.storage.is_asked:
             return None
-        if (self._prefetcher is not None and self._prefetcher.is_due) or self.intents.is_due:
+        if (self._prefetcher is not None and self._prefetcher.room.is_due) or self.intents.is_due:
             return None
         size, requests = self.index.page_size, self.requests
         for request_id, end in () if self._saves_lost else computed:
@@ -299,9 +299,9 @@ class SchedulerRole:
     ) -> Orders:
         """Everything the workers are to do with this step. table: a request's blocks, by its id. filled: blocks
         that vLLM itself zeroes, or fills from others, before the forward."""
-        self._is_told = False
+        self._is_reported = False
         if self._prefetcher is not None:
-            self._prefetcher.next_round()
+            self._prefetcher.room.next_round()
         self._book()
         self.apply_intents()
         written, num_tokens = self.device.start_loading(), 0
@@ -346,7 +346,7 @@ class SchedulerRole:
         self._finished.forget(lambda left: covers(left.tracked, left.num_pages))
 
     def _measure(self, scheduled: Sequence[StepRequest], num_tokens: int, is_loading: bool) -> None:
-        """What computing costs is measured by steps that wait for no load and compute mostly prompts."""
+        """Measure the cost of computing, by steps that wait for no load and compute mostly prompts."""
         if is_loading and not self.plan.load_async:
             self.meter.forget()
         else:
@@ -446,7 +446,7 @@ class SchedulerRole:
             for result in results:
                 self.index.in_flight.apply(result)
         if self._prefetcher is not None:
-            self._prefetcher.balance()
+            self._prefetcher.room.balance()
         if not has_come:
             return
         self._happened()
@@ -458,21 +458,22 @@ class SchedulerRole:
         self.prefetcher.policy = asked.prefetch or self.prefetcher.policy
 
     def _storage_came(self) -> None:
-        """What fetches have brought so far says nothing of it, nor of what it has."""
+        """Storage was attached: forget what was measured of fetches, and which pages are stored."""
         self.no_regret.attached()
         self.index.tree.forget_stored()
 
-    def _tell_entered(self, owner: BlockOwner, start: int, pages: Pages) -> None:
+    def _record_entered(self, owner: BlockOwner, start: int, pages: Pages) -> None:
+        """Host pages hold the owner's pages from page `start` on: an event, where somebody listens."""
         if self.plan.events is not None and isinstance(owner, Tracked):
-            self.plan.events.left(self.index.take_freed())
-            self.plan.events.entered(owner, start, pages)
+            self.plan.events.record_removed(self.index.take_freed())
+            self.plan.events.record_stored(owner, start, pages)
 
     def take_events(self) -> list[Any]:
-        """What entered and left the host since the last call; none where nobody listens."""
+        """The events of host pages since the last call; none where nobody listens."""
         freed = self.index.take_freed()
         if self.plan.events is None:
             return []
-        self.plan.events.left(freed)
+        self.plan.events.record_removed(freed)
         return self.plan.events.take()
 
     @property
@@ -512,21 +513,21 @@ class SchedulerRole:
         if p is None:
             return {}
         return {
-            "waiting_reserved_pages": p.num_held,
+            "waiting_reserved_pages": p.room.num_held,
             "waiting_reserved_pages_cap": p.caps[BACKBONE] if self.has_storage else 0,
-            "requests_waiting_for_host_room": p.num_short,
+            "requests_waiting_for_host_room": p.room.num_short,
         }
 
-    def take_figures(self) -> dict[str, float]:
+    def take_stats(self) -> dict[str, float]:
         """By how much counts have grown since the last call, and gauges that have changed, by name; empty if
         nothing has."""
-        if self._is_told:
+        if self._is_reported:
             return {}
-        self._is_told = True
+        self._is_reported = True
         missed = {f"prefetch_missed_{why}_pages": n for why, n in self.index.counters.unfulfilled.items()}
         fetched = {f"prefetch_{name}_pages": pages for name, pages in vars(self.prefetch_figures).items()}
-        told, self._told_gauges = self._told_gauges, self.gauges
-        changed = {name: value for name, value in self._told_gauges.items() if value != told.get(name, 0)}
+        before, self._last_gauges = self._last_gauges, self.gauges
+        changed = {name: value for name, value in self._last_gauges.items() if value != before.get(name, 0)}
         return {**self._changes.until({**vars(self.figures), **fetched, **missed}), **changed}
 
     # -- the whole ------------------------------------------------------------------------------

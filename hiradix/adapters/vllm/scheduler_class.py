@@ -19,7 +19,6 @@ from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from hiradix.adapters.admission import EngineAdmission
 from hiradix.adapters.vllm.connector import HiRadixConnector
 from hiradix.adapters.vllm.residency import DevicePrefixes, IdleBlocks, QueuePrices
 from hiradix.adapters.vllm.scheduler import SchedulerRole
@@ -27,6 +26,7 @@ from hiradix.adapters.vllm.settings import schedule_policy
 from hiradix.adapters.vllm.step_meter import StepMeter
 from hiradix.errors import ConfigError
 from hiradix.policy.admission import make_admission
+from hiradix.policy.admission_controller import AdmissionController
 from hiradix.policy.no_regret import NoRegret
 from hiradix.policy.prices import Prices
 
@@ -151,8 +151,12 @@ class HiRadixScheduler(Scheduler):
         self._idle = None if device is None else device[1]
         self._device = None if device is None else device[0]
         self._queue_prices = QueuePrices(prices, self._device, role, clock)
-        self._admission = EngineAdmission(
-            make_admission(name, self._capacity()), prices, self._price_s, clock
+        self._admission = AdmissionController(
+            make_admission(name, self._capacity()),
+            prices.first_token_s,
+            self._price_s,
+            clock,
+            is_preemptive=False,
         )
         self._prefilling: dict[str, Request] = {}  # started, and without a first token
         self._passed: dict[str, None] = {}  # looked at in this step, and not taken

@@ -1,4 +1,4 @@
-"""What the scheduler role is made from, and the records it keeps."""
+"""The scheduler role's settings, and the records it keeps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True)
 class SchedulerPlan:
-    """What the role is built from. groups: the KV cache group of each of the index's components.
+    """The role's settings. groups: the KV cache group of each of the index's components.
 
     load_async: loads run beside other requests' steps, and their request waits for them. stored: the storage
     that workers are started with. keeps_storage: a reset says nothing of what is stored. no_regret: what is
@@ -75,7 +75,7 @@ class StepRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class SchedulerCounters:
-    """Tokens and pages since start, as they are told to vLLM."""
+    """Tokens and pages since start, as they are reported to vLLM."""
 
     hit_tokens: int = 0
     saved_pages: int = 0
@@ -105,12 +105,13 @@ class PrefetchCounters:
 
 
 class Changes:
-    """What figures have grown by since they were last told."""
+    """By how much counters have grown between two reports."""
 
     def __init__(self) -> None:
-        self._told: dict[str, float] = {}
+        self._before: dict[str, float] = {}
 
     def until(self, now: Mapping[str, float]) -> dict[str, float]:
         """By name, what differs from the last call's `now`."""
-        told, self._told = self._told, dict(now)
-        return {name: value - told.get(name, 0) for name, value in now.items() if value != told.get(name, 0)}
+        before, self._before = self._before, dict(now)
+        grown = {name: value - before.get(name, 0) for name, value in now.items()}
+        return {name: value for name, value in grown.items() if value}

@@ -41,13 +41,20 @@ WRITE_BACK = (
 )
 
 
+def own_settings() -> tuple[Setting, ...]:
+    """Those that only vLLM's mapping has, beside the cache's."""
+    return tuple(
+        one for _, one in fields_of(Settings) if one.name not in ("admin_api_key", "schedule_policy")
+    )
+
+
 @dataclass(frozen=True)
 class Settings:
     """cache: as the flags of `hiradix serve`. attach_rules: what the admin endpoint (`admin`) may attach."""
 
     ALSO: ClassVar = (
         setting_of(ExtraConfig, REQUIRED_KEY),
-        Setting("attachable", Type.OBJECT, {}, "configurations that the admin endpoint attaches by name"),
+        Setting("attachable", Type.STORES, {}, "configurations that the admin endpoint attaches by name"),
         Setting("attach_allow", Type.LIST, (), "rules of what else it may attach, as of `--attach-allow`"),
     )
 

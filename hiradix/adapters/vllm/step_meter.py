@@ -44,5 +44,5 @@ class StepMeter:
             self._num_tokens += num_tokens
 
     def forget(self) -> None:
-        """What has been measured so far says nothing: the engine pauses, or waits for a load."""
+        """Discard the measurement under way: the engine pauses, or waits for a load."""
         self._num_steps = self._num_tokens = 0

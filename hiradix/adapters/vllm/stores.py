@@ -54,7 +54,7 @@ class StorageTracker:
         self._label = ""
 
     def opened(self, asked: Asked | None) -> None:
-        """What workers have from the start."""
+        """Note the storage that workers have from the start."""
         self._now = asked
         if asked is not None:
             self._executor.attach()
@@ -64,7 +64,7 @@ class StorageTracker:
         self._asked.append(Asked(name, dict(keys), prefetch))
 
     def start_anew(self) -> None:
-        """What is stored so far may be of other weights: from here on pages have names of their own."""
+        """Give pages new names from here on, as those stored so far may be of other weights."""
         self._label = uuid.uuid4().hex
         self._is_anew = self._now is not None
         self._executor.detach()
@@ -75,7 +75,7 @@ class StorageTracker:
         return bool(self._asked) or (self._is_anew and self._clock() >= self._due_s)
 
     def orders(self) -> tuple[StorageOrder, ...]:
-        """What was asked last, once."""
+        """The last request for a switch, once."""
         if self._is_switching or not self.is_asked:
             return ()
         self._is_reopening = not self._asked

@@ -1,4 +1,4 @@
-"""What a worker moved since it was last asked, by kind of job."""
+"""Bytes and seconds of a worker's transfers since the last report, by kind of job."""
 
 from __future__ import annotations
 

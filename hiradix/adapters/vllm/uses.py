@@ -1,4 +1,4 @@
-"""What the connector and the scheduler class use of vLLM, compared with its sources before anything is
+"""Everything the connector and the scheduler class use of vLLM, compared with its sources before anything is
 built."""
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ Order = SaveOrder | LoadOrder | StorageJob
 
 @dataclass
 class Collected:
-    """What a step's end reports to vLLM itself. failed_blocks: of loads for that very step."""
+    """The report to vLLM at a step's end. failed_blocks: of loads for that very step."""
 
     loaded: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
@@ -84,7 +84,7 @@ class StepLoads:
             self.fail(result.error)
 
     def fail(self, error: str) -> None:
-        """What the step computes is not to be kept."""
+        """A load for the step has failed: its results must not be kept."""
         self.error = self.error or error
 
     def forget(self) -> None:
@@ -126,7 +126,7 @@ class WorkerRole:
         self._step = StepLoads()
         self._gone: list[LoadOrder] = []  # of this step, which can load nothing: said with its own loads
         self._outcomes: list[Outcome] = []
-        self._told: list[Outcome] = []  # of `collect`, for `take_outcomes`
+        self._reported: list[Outcome] = []  # of `collect`, for `take_outcomes`
         self._collected = NOTHING
         self._closing = False
         self.traffic = Traffic()
@@ -236,7 +236,7 @@ class WorkerRole:
     @property
     def is_idle(self) -> bool:
         """Whether nothing runs and nothing is left to report. Any thread may ask."""
-        waiting = self._jobs or self._step.loads or self._gone or self._outcomes or self._told
+        waiting = self._jobs or self._step.loads or self._gone or self._outcomes or self._reported
         return not waiting and self._collected is NOTHING
 
     def collect(self, orders: Orders) -> Collected:
@@ -252,12 +252,12 @@ class WorkerRole:
             if orders.is_awaited and not orders.computes:
                 self._wait_for(lambda: bool(self._outcomes), AWAIT_S)
             collected, self._collected = self._collected, NOTHING
-            self._told, self._outcomes = self._told + self._outcomes, []
+            self._reported, self._outcomes = self._reported + self._outcomes, []
             return collected
 
     def take_outcomes(self) -> tuple[Outcome, ...]:
         """Answers since the last call, as of `collect`: the scheduler hears of a load's end with vLLM."""
-        outcomes, self._told = tuple(self._told), []
+        outcomes, self._reported = tuple(self._reported), []
         return outcomes
 
     def settle(self, timeout_s: float) -> bool:

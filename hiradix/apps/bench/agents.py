@@ -132,7 +132,7 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 
 @dataclass(slots=True)
 class _Completion:
-    """What has been read of a streamed completion."""
+    """A streamed completion, as far as it has been read."""
 
     sent_s: float
     first_s: float = 0.0

@@ -84,7 +84,7 @@ class Sources:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came back for one request, with times in seconds from the moment it was sent."""
+    """The reply to one request, with times in seconds from the moment it was sent."""
 
     request: ChatRequest
     text: str
@@ -129,7 +129,7 @@ class LoadSettings:
 
 @dataclass(slots=True)
 class _Stream:
-    """What has been read of one streamed answer."""
+    """One streamed answer, as far as it has been read."""
 
     started: float
     text: list[str] = field(default_factory=list)

@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def machine() -> Mapping[str, object]:
-    """What the numbers were measured on."""
+    """The machine and versions that the numbers were measured on."""
     return {
         "cpu": _cpu_name(),
         "num_cores": os.cpu_count(),

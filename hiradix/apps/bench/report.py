@@ -1,4 +1,4 @@
-"""What a multi-turn run shows: tokens by source, time to first token by source, and answers compared.
+"""The report of a multi-turn run: tokens by source, time to first token by source, and answers compared.
 
 Two answers are identical when every token is the same, or when the first token that differs was a tie: the
 two candidates' log probabilities in the reference run lie less than TIE_GAP apart. Such answers are flagged;

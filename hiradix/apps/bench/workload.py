@@ -108,7 +108,7 @@ def _dataset() -> Mapping[str, Any]:
 
 
 def _turns(record: Mapping[str, Any]) -> list[str]:
-    """What the two people said in turn; messages sent in a row are one turn."""
+    """The two people's turns; messages sent in a row are one turn."""
     return [" ".join(m["text"].strip() for m in turn) for turn in record["messages"]]
 
 

@@ -61,8 +61,8 @@ class Token:
 
 @dataclass(frozen=True)
 class Reply:
-    """What came back. cached: prompt tokens that were not computed, None if not told; tiers: the same by
-    tier where that is told. Times in seconds from the moment it was sent; first_s is None unless streamed."""
+    """One reply. cached: prompt tokens that were not computed, None if the server does not say; tiers: the same
+    by tier where that is told. Times in seconds from the moment it was sent; first_s is None unless streamed."""
 
     prompt: Prompt
     path: str
@@ -84,7 +84,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class ServerTraits:
-    """What the server takes and tells. kind: as its model card says; salts: it reads `cache_salt`."""
+    """The abilities of a server. kind: as its model card says; salts: it reads `cache_salt`."""
 
     api: str = "completions"
     kind: str = ""
@@ -393,7 +393,7 @@ class ServerUnderTest:
         return await self.ask(prompt, **how)
 
     def _without_keys(self, said: str) -> str:
-        """What a server said, which may repeat the key that it was sent: reports have none."""
+        """A server's text without the key that was sent to it, which it may repeat."""
         for key in self._keys:
             said = said.replace(key, "***")
         return said

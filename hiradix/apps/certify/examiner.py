@@ -77,12 +77,12 @@ class Examiner:
         self._num_asked = 0
         self._num_copied = 0
 
-    def left_s(self) -> float:
+    def remaining_s(self) -> float:
         """Seconds that the run has left; OutOfTime if it has none."""
-        left = self._until - self.server.clock()
-        if left <= 0:
+        remaining_s = self._until - self.server.clock()
+        if remaining_s <= 0:
             raise OutOfTime
-        return left
+        return remaining_s
 
     def passage(self, name: str, share: float = 1.0, *, is_start: bool = True) -> Passage:
         """Text of about that share of `prompt_tokens`."""
@@ -123,12 +123,12 @@ class Examiner:
         alone: no other request of ours runs, so the server's counters tell of this one. To call more cached
         than was ever sent is a fault of its own.
         """
-        left_s = self.left_s()
+        remaining_s = self.remaining_s()
         before = await self.server.hits() if alone and self.has_metrics else None
         known = self._num_common(prompt, salt)
         self.note_sent(prompt, salt)
         try:
-            async with asyncio.timeout(left_s + 1):
+            async with asyncio.timeout(remaining_s + 1):
                 ask = self.server.ask_patiently if alone else self.server.ask
                 reply = await ask(prompt, salt=salt, stream=stream)
         except RequestFailed as error:
@@ -278,7 +278,7 @@ class Examiner:
             self.find(arm, Fault.ANSWER, said, None, reply)
 
     async def _compare(self, arm: Arm, prompt: Prompt, reference: Reply, reply: Reply) -> None:
-        """What looks wrong is held against further cold answers before it is called so."""
+        """Compare a suspect answer with further cold answers before it is called wrong."""
         found = self.judge.compare(reference, reply)
         is_lost = prompt.truth in reference.text and prompt.truth not in reply.text
         is_wrong = found.kind in (Likeness.WRONG, Likeness.DRIFT) or (

@@ -25,7 +25,7 @@ GROSS = 1.0
 
 
 class Likeness(Enum):
-    """What a comparison has found."""
+    """The result of a comparison."""
 
     EQUAL = "equal"
     TIE = "tie"
@@ -48,7 +48,7 @@ class AnswerDifference:
     moved: float = 0.0
 
     def sentence(self) -> str:
-        """What differs, for a person."""
+        """The difference, in words."""
         match self.kind:
             case Likeness.EQUAL:
                 return "equal"

@@ -236,7 +236,7 @@ class Ladder:
         cold_s = statistics.median(self.examiner.cold_s) if self.examiner.cold_s else 0.1
         prompts = [self._prompt(f"abort-{i}") for i in range(6)]
         for i, prompt in enumerate(prompts):
-            self.examiner.left_s()
+            self.examiner.remaining_s()
             self.examiner.note_sent(prompt)
             await self.server.leave_early(prompt, cold_s * (i + 1) / 4)
             await self.examiner.check(arm, prompt)
@@ -296,7 +296,7 @@ class Ladder:
         goal = self.filled_tokens + tokens
         largest = 2.0
         while (missing := goal - self.filled_tokens) > 0:
-            self.examiner.left_s()
+            self.examiner.remaining_s()
             had = self.filled_tokens
             share = min(largest, max(0.2, missing / self.settings.prompt_tokens))
             num = min(8, max(1, round(missing / (share * self.settings.prompt_tokens))))
@@ -389,7 +389,7 @@ class Ladder:
 
     async def _run_restart(self, command: str) -> None:
         """Run the command to its end and wait for the model. CertifyError past the deadline."""
-        limit_s = min(self.settings.restart_timeout_s, self.examiner.left_s())
+        limit_s = min(self.settings.restart_timeout_s, self.examiner.remaining_s())
         with tempfile.TemporaryFile() as output:
             process = await asyncio.create_subprocess_shell(
                 command, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output

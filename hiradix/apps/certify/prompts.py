@@ -27,7 +27,7 @@ FACT_EVERY = 60
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is asked. turns: who asks and who answers in turn; one text where the API knows no turns.
+    """One prompt. turns: user and assistant in turn; one text where the API knows no turns.
 
     truth: what a model that copies says; name: what tables and files call it.
     """

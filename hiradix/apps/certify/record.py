@@ -1,4 +1,4 @@
-"""What a run has seen: the arms of the ladder, what went wrong in them, and whether a hit was really one."""
+"""The record of a run: the arms of the ladder, the faults found in them, and whether a hit really was one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hiradix.apps.certify.judge import AnswerDifference, Likeness
 
 
 class Fault(Enum):
-    """What can be wrong with a server."""
+    """The faults that a server may have."""
 
     ANSWER = "wrong answer"
     SALT = "salt leak"
@@ -20,7 +20,7 @@ class Fault(Enum):
 
 
 class State(Enum):
-    """What an arm has shown. FAILED: requests were not answered."""
+    """The result of an arm. FAILED: requests were not answered."""
 
     RIGHT = "right"
     WRONG = "WRONG"

@@ -30,7 +30,7 @@ MOST_SHOWN = 5
 
 
 def unmet(arms: Mapping[str, Arm], required: Sequence[str]) -> list[str]:
-    """What keeps the run from being a success though nothing is wrong, a phrase each."""
+    """Reasons why the run is no success although nothing is wrong, a phrase each."""
     out = [f"{arm.name}: {arm.reason}" for arm in arms.values() if arm.state is State.FAILED]
     for name in ("device", *required):
         arm = arms[name]
@@ -65,7 +65,7 @@ def table(arms: Mapping[str, Arm]) -> str:
 
 
 def heading(examiner: Examiner) -> str:
-    """What was judged, and by what."""
+    """How answers were judged, in words."""
     able, judge = examiner.server.able, examiner.judge
     asked, copied = examiner.copied
     by = (

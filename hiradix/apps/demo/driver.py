@@ -126,7 +126,7 @@ class Demo:
         return [answer for answers in self._by_phase for answer in answers]
 
     def claims(self) -> dict[str, bool]:
-        """What the demo promises beside identity, and whether it came true."""
+        """The demo's promises beside identity, and whether each holds."""
         shares = tier_shares(self.answers)
         restored = self.num_restored_tokens
         share_text = ", ".join(f"{tier} {shares[tier]:.0%}" for tier in TIERS)

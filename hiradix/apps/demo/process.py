@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
 
 import httpx
 
@@ -31,30 +30,15 @@ class ServerFailed(CacheError):
     """The server process did not start, died, or did not stop; the message ends with the path of its log."""
 
 
-class Child(Protocol):
-    """What is asked of a process: the part of subprocess.Popen that is used."""
-
-    @property
-    def pid(self) -> int: ...
-
-    def poll(self) -> int | None: ...
-
-    def wait(self, timeout: float | None = None) -> int: ...
-
-    def send_signal(self, sig: int) -> None: ...
-
-    def kill(self) -> None: ...
-
-
 def free_port() -> int:
     """A TCP port on the loopback interface that nothing listens on now, another one with each call.
 
     Not one that the kernel gives to connections, which could take it before a slow server does, nor one that
     another process was given by this and that still lives. Raises ServerFailed if there is none.
     """
-    left = [port for port in _PORTS if port not in _given]
-    while left:
-        port = left.pop(_random.randrange(len(left)))
+    candidates = [port for port in _PORTS if port not in _given]
+    while candidates:
+        port = candidates.pop(_random.randrange(len(candidates)))
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
@@ -93,7 +77,7 @@ class ServerProcess:
         self.log = log
         serve = [sys.executable, "-m", "hiradix.cli", "serve", "--host", "127.0.0.1"]
         self.command = [*serve, "--port", str(self.port), *arguments]
-        self._process: Child | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> ServerProcess:
         if self._process is None:
@@ -124,7 +108,7 @@ class ServerProcess:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._process = self._spawn()
 
-    def _spawn(self) -> Child:
+    def _spawn(self) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as log:
             return subprocess.Popen(
                 self.command,

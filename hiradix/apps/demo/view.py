@@ -1,4 +1,4 @@
-"""What the demo prints: progress while it works, and one table at the end."""
+"""The demo's output: progress while it works, and one table at the end."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""What callers of the reference engine pass in and get back: frozen records, no torch, no threads."""
+"""The reference engine's requests and answers: frozen records, no torch, no threads."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index
 from typing import Any, SupportsIndex
@@ -27,12 +29,15 @@ class EngineStopped(CacheError):
 
 
 FINISH_STOP = "stop"
+FINISH_TOOL = "tool_calls"
 FINISH_LENGTH = "length"
 FINISH_ABORT = "abort"
 FINISH_ERROR = "error"
 
 
+MAX_BIASES = 1024
 MAX_THREADS = 1024  # with too many the thread library ends the process
+CHECK_VARIABLE = "HIRADIX_CHECK"
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -58,8 +63,14 @@ class SamplingParams:
 
     `temperature` 0, or next to 0, is greedy. `seed` None draws from the engine's own stream; an integer makes
     the request repeatable whatever runs beside it. `logprobs` None returns none, N returns the chosen token's
-    and the N most likely tokens' log probabilities of the unscaled distribution. `stop` strings need a
-    tokenizer.
+    and the N most likely tokens' log probabilities of the distribution as the model gives it; `prompt_logprobs`
+    the same of the prompt, which is then computed whole, whatever is cached. `stop` strings need a tokenizer.
+
+    Logits are changed in this order: `logit_bias` is added, the repetition penalty divides (or multiplies) those
+    of tokens of prompt and answer, the frequency and presence penalties are taken from those of the answer; then
+    the temperature, `min_p`, `top_k` (0: all) and `top_p`. Before `min_new_tokens` nothing but the length ends
+    an answer. `grammar`: what the answer must match, as `Grammars` reads it. `tool_markers`: an answer that ends
+    by itself and has one of these texts has called a tool; "" is in every answer.
     """
 
     max_new_tokens: int = 128
@@ -70,6 +81,18 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_new_tokens: int = 0
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    prompt_logprobs: int | None = None
+    grammar: str | None = None
+    tool_markers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _require(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "at least 1")
@@ -78,6 +101,21 @@ class SamplingParams:
         _require(len(self.stop) <= 16 and all(self.stop), "stop", self.stop, "at most 16 non-empty strings")
         _require(len(self.stop_token_ids) <= 64, "stop_token_ids", self.stop_token_ids, "at most 64 ids")
         _require(self.logprobs is None or 0 <= self.logprobs <= 50, "logprobs", self.logprobs, "in 0..50")
+        of_prompt = self.prompt_logprobs
+        _require(of_prompt is None or 0 <= of_prompt <= 50, "prompt_logprobs", of_prompt, "in 0..50")
+        _require(0 <= self.top_k < 2**31, "top_k", self.top_k, "0 or more")
+        _require(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "in [0, 1]")
+        repetition = self.repetition_penalty
+        _require(0.01 <= repetition <= 100.0, "repetition_penalty", repetition, "in [0.01, 100]")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(-2.0 <= value <= 2.0, name, value, "in [-2, 2]")
+        is_bias = len(self.logit_bias) <= MAX_BIASES and all(
+            -100 <= bias <= 100 for _, bias in self.logit_bias
+        )
+        _require(is_bias, "logit_bias", self.logit_bias[:8], f"at most {MAX_BIASES} numbers in [-100, 100]")
+        least = self.min_new_tokens
+        _require(0 <= least <= self.max_new_tokens, "min_tokens", least, f"in 0..{self.max_new_tokens}")
         _require(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", self.seed, "a 64-bit integer")
 
 
@@ -109,12 +147,54 @@ class Scope:
 
 
 @dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a chat template is rendered with: messages as dicts, tools as JSON schemas, variables of its own.
+
+    opens_answer: the assistant's turn is opened behind the last message; continues_last: that message is the
+    assistant's and left open, which excludes it. RequestError names the field.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    opens_answer: bool = True
+    continues_last: bool = False
+    add_special_tokens: bool = False
+
+    def __post_init__(self) -> None:
+        taken = sorted(_TEMPLATE_NAMES & self.template_kwargs.keys())
+        _require(not taken, "chat_template_kwargs", taken, "names that no other field has")
+        if self.continues_last:
+            excluded = "false: continue_final_message leaves the last message open"
+            _require(not self.opens_answer, "add_generation_prompt", True, excluded)
+            role = self.messages[-1].get("role")
+            _require(role == "assistant", "continue_final_message", role, "after a message of the assistant")
+
+    @property
+    def num_chars(self) -> int:
+        """About how long it is, for whoever decides where it is tokenised."""
+        return sum(len(str(message.get("content"))) for message in self.messages)
+
+    def variables(self) -> dict[str, Any]:
+        """The template's variables beside the messages."""
+        tools = {"tools": list(self.tools)} if self.tools else {}
+        return {**self.template_kwargs, **tools, "add_generation_prompt": self.opens_answer}
+
+
+_TEMPLATE_NAMES = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
+
+
+@dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """An emitted token's log probability, and the most likely (token id, log probability), best first."""
+    """A token's log probability, and the most likely (token id, log probability), best first.
+
+    rank: its place among all tokens, the likeliest is 1; 0 where nobody asked.
+    """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +215,13 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What one step produced for one request; the last one of a request carries `finish_reason`.
+    """The output of one step for one request; a request's last one carries `finish_reason`.
 
     `token_ids` are new since the previous Output (empty at most in the last). `text` is the new text, held
     back while it may be the beginning of a stop string or of a character, and cut before a stop string; it
-    is "" when the model directory has no tokenizer. `finish_reason` is stop, length, abort or error; for
-    error, `error` says why.
+    is "" when the model directory has no tokenizer. `finish_reason` is stop, tool_calls, length, abort or error;
+    for error, `error` says why. `prompt_logprobs`: of the prompt's tokens but the first, in a request's first
+    Output where they were asked for.
     """
 
     rid: str
@@ -150,6 +231,7 @@ class Output:
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: str | None = None
     error: str | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 def _count(name: str, default: int | None, text: str, **more: Any) -> Any:
@@ -164,7 +246,7 @@ class EngineConfig:
     `context_length` None takes the model's; `chunked_prefill_size` None prefills whole prompts;
     `swa_full_tokens_ratio` None keeps all layers in one pool; `max_mamba_cache_size` None is four for each of
     `max_running_requests`; `num_threads` None means 1 on CPU. `check` runs the invariant and conservation
-    checks after every step (also switched on by HIRADIX_CHECK=1 in the environment).
+    checks after every step; unless it is given, HIRADIX_CHECK=1 in the environment does.
     """
 
     model_path: str = setting(
@@ -185,7 +267,10 @@ class EngineConfig:
         "max_queued_requests", 512, "Most requests that wait; further ones get 503."
     )
     chunked_prefill_size: int | None = _count(
-        "chunked_prefill_size", 512, "Most tokens one prefill pass computes; -1 prefills whole prompts."
+        "chunked_prefill_size",
+        512,
+        "Most tokens one prefill pass computes; -1 prefills whole prompts.",
+        none_at=-1,
     )
     schedule_policy: str = setting(
         "schedule_policy",
@@ -224,10 +309,10 @@ class EngineConfig:
     check: bool = setting(
         "check_invariants",
         Type.BOOL,
-        False,
-        "Assert the tree's invariants and page conservation after every step (slow; for tests); so does the "
-        "variable HIRADIX_CHECK=1.",
-        env="HIRADIX_CHECK",
+        lambda: os.environ.get(CHECK_VARIABLE) == "1",
+        "Assert the tree's invariants and page conservation after every step (slow; for tests).",
+        default_text="off",
+        env=CHECK_VARIABLE,
     )
     model_name: str | None = None
     seed: int = setting(

@@ -1,7 +1,8 @@
-"""Pages of fixed tokens, computed before anything is served: what the weights do, for storage to be told by.
+"""The canary: pages of fixed tokens, computed before anything is served, by which storage recognises the
+weights.
 
-Kept are the first and the last page of a short run, and a page of positions far behind it, whose rows see the
-run over and over again: a rope that differs only far from the start differs there.
+They are the first and the last page of a short run of tokens, and one page at positions far behind it that
+attends to the run repeated over and over, so that a rope that differs only far from the start shows there.
 """
 
 from __future__ import annotations
@@ -30,16 +31,17 @@ _NO_STATE = 0  # the record of a sequence without tokens
 
 @contextmanager
 def computed_pages(model: PagedModel, pools: EnginePools) -> Iterator[ComputedPages | None]:
-    """The pages in the device pools, whose slots are taken meanwhile; None where there is no room for two.
+    """Compute the canary and give its pages in the device pools; their slots are freed on exit. None where the
+    pools have no room for two pages.
 
-    Every rank must do this at once. One pass over `RUN_TOKENS`, one over a page.
+    A collective call of all ranks. Costs one pass over RUN_TOKENS and one over a page.
     """
     size = pools.device.page_size
     num_pages = _run_pages(pools, model.context_length // size)
     if num_pages < 1:
         yield None
         return
-    taken = _Taken(pools, num_pages + 1)
+    taken = _ReservedSlots(pools, num_pages + 1)
     try:
         yield _Canary(model, pools, taken).pages()
     finally:
@@ -47,7 +49,7 @@ def computed_pages(model: PagedModel, pools: EnginePools) -> Iterator[ComputedPa
 
 
 def _run_pages(pools: EnginePools, context_pages: int) -> int:
-    """How long the run is: as asked, or what the pools and the context have room for beside a far page."""
+    """Pages of the run: RUN_TOKENS, or as many as pools and context have room for beside the far page."""
     size = pools.device.page_size
     room = [pools.num_tokens // size, context_pages]
     if pools.window is not None and pools.hybrid is not None:
@@ -55,8 +57,8 @@ def _run_pages(pools: EnginePools, context_pages: int) -> int:
     return min(max(2, -(-RUN_TOKENS // size)), min(room) - 1)
 
 
-class _Taken:
-    """Slots of so many pages, and two state records in models that have them."""
+class _ReservedSlots:
+    """The slots of `num_pages` pages, and two state records in models that have them, until `free`."""
 
     def __init__(self, pools: EnginePools, num_pages: int) -> None:
         self._pools = pools
@@ -86,11 +88,11 @@ class _Taken:
 
 @dataclass
 class _Canary:
-    """One computation: the run on all taken pages but the last, the far page on that."""
+    """One computation: the run fills all reserved pages but the last, the far page the last one."""
 
     model: PagedModel
     pools: EnginePools
-    taken: _Taken
+    taken: _ReservedSlots
 
     def pages(self) -> ComputedPages:
         size, slots = self.pools.device.page_size, self.taken.slots.cpu()
@@ -103,7 +105,7 @@ class _Canary:
         self._pass(tokens[len(run) :], end, torch.cat([before, far]), first, last)
         at = {0: (run[0], None), len(run) - size: (run[-size], first), end - size: (far[0], last)}
         names = tuple(_name(tokens, size, position) for position in at)
-        return ComputedPages(names, tuple(self._of(int(slot), state) for slot, state in at.values()))
+        return ComputedPages(names, tuple(self._pages_of(int(slot), state) for slot, state in at.values()))
 
     def _pass(
         self, tokens: Sequence[int], end: int, row: torch.Tensor, source: int | None, target: int | None
@@ -111,9 +113,10 @@ class _Canary:
         state = None if source is None or target is None else StateUse(source, target)
         pools = self.pools
         self.model.forward([Work(tokens, end, row, state)], pools.of_pass(pools.all))
+        self.model.commit()
 
-    def _of(self, slot: int, state: int | None) -> tuple[int | None, ...]:
-        """The pages of all pools for a token page's first slot."""
+    def _pages_of(self, slot: int, state: int | None) -> tuple[int | None, ...]:
+        """The page in each pool of the token page that begins at `slot`, with its state record `state`."""
         pools, size = self.pools, self.pools.device.page_size
         if pools.hybrid is None:
             return (slot // size,)
@@ -125,12 +128,12 @@ class _Canary:
 
 
 def _tokens(count: int, vocab_size: int) -> list[int]:
-    """As many ids below `vocab_size`, the same in every process."""
+    """`count` token ids below `vocab_size`, the same in every process."""
     numbers = hashlib.shake_256(b"hiradix-canary-1").digest(8 * count)
     return [int.from_bytes(numbers[at : at + 8], "big") % vocab_size for at in range(0, len(numbers), 8)]
 
 
 def _name(tokens: Sequence[int], page_size: int, position: int) -> str:
-    """What storage calls the page of these tokens that begins at `position`."""
+    """The storage name of the canary page of these tokens that begins at `position`."""
     text = f"hiradix-canary-1 {page_size} {position} {list(tokens)}"
     return hashlib.sha256(text.encode()).hexdigest()

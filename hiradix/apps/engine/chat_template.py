@@ -54,10 +54,13 @@ class ChatTemplate:
         self._end: weakref.finalize[..., ChatTemplate] | None = None  # of that process
         self._lock = threading.Lock()
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The conversation's text with the assistant's turn opened. Raises TemplateError."""
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
+    ) -> str:
+        """The conversation's text. `variables` go before those of the template. Raises TemplateError."""
+        given = {**(variables or {}), "messages": [dict(message) for message in messages]}
         try:
-            line = json.dumps({"messages": [dict(message) for message in messages]})
+            line = json.dumps(given)
         except (TypeError, ValueError, RecursionError) as error:
             raise TemplateError(f"takes what JSON can say: {error}") from error
         with self._lock:

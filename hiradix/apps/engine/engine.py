@@ -5,12 +5,12 @@ step:  apply finished transfers -> plan -> start load backs -> forward -> sample
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,7 +41,7 @@ from hiradix.apps.engine.tensor_parallel import LoadGates
 from hiradix.apps.engine.tokenizer import Tokenizer
 from hiradix.apps.engine.turns import Turns
 from hiradix.config import HiCacheConfig
-from hiradix.errors import ConfigError, Misuse
+from hiradix.errors import Misuse
 from hiradix.events import KVEventsConfig, open_publisher
 from hiradix.memory import DevicePool
 from hiradix.policy.admission import make_admission
@@ -103,13 +103,15 @@ class Engine:
         self._scheduler = Scheduler(
             self.cache, self._pools.allocator, self._pools.rows, limits, self._turns(group), self._states
         )  # fmt: skip
-        self._answers = OutputBuilder(
-            self._model.stop_token_ids, self.tokenizer, config.seed, self._model.device
-        )
+        ends = self._model.stop_token_ids
+        self.grammars = None
+        if self.tokenizer is not None:
+            self.grammars = self.tokenizer.grammars(ends, self._model.vocab_size)
+        self._answers = OutputBuilder(ends, self.tokenizer, self.grammars, config.seed, self._model.device)
         self._ended: list[Output] = []
         self._open_timeout_s = None if group is None else open_timeout_s(group.timeout_s)
         self._gates = LoadGates(self.cache.layer_done_counter, group)
-        self._check = config.check or os.environ.get("HIRADIX_CHECK") == "1"
+        self._check = config.check
         self.is_blocked = False
         self.num_steps = 0
         self.publisher: Publisher | None = None  # of KV events
@@ -153,8 +155,13 @@ class Engine:
             raise RequestError(f"the prompt has {num_tokens} tokens, but the device pool holds {capacity}")
         if min(prompt_ids) < 0 or max(prompt_ids) >= self._model.vocab_size:
             raise RequestError(f"the prompt has token ids outside 0..{self._model.vocab_size - 1}")
-        if params.stop and self.tokenizer is None:
-            raise RequestError("stop: stop strings need a tokenizer, and the model directory has none")
+        if self.tokenizer is None and (params.stop or params.grammar or any(params.tool_markers)):
+            name = "stop: stop strings need" if params.stop else "grammar: structured output needs"
+            raise RequestError(f"{name} a tokenizer, and the model directory has none")
+        ids = [*(token for token, _ in params.logit_bias), *params.stop_token_ids]
+        if ids and not 0 <= min(ids) <= max(ids) < self._model.vocab_size:
+            name = "logit_bias" if params.logit_bias else "stop_token_ids"
+            raise RequestError(f"{name}: has token ids outside 0..{self._model.vocab_size - 1}")
         if self._scheduler.find(rid) is not None:
             raise RequestError(f"a request with id {rid!r} is being served already")
 
@@ -212,9 +219,14 @@ class Engine:
                 if part.admitted:
                     self._scheduler.undo_admission(part.request)
             return []
+        self._model.commit()
+        ends = list(accumulate(one.num_logits for one in work))
+        for one, end in zip(parts, ends, strict=True):
+            if one.request.num_unscored:
+                self._answers.score_prompt(one.request, logits[:end], one.request.num_computed + one.num_tokens)
         rows = [row for row, part in enumerate(parts) if self._scheduler.computed(part)]
         requests = [parts[row].request for row in rows]
-        outputs = self._answers.extend(requests, logits[rows]) if rows else []
+        outputs = self._answers.extend(requests, logits[[ends[row] - 1 for row in rows]]) if rows else []
         num_tokens = sum(part.num_tokens for part in parts)
         if not waits and rows and num_tokens >= 2 * len(parts):
             self.cache.note_prefill(num_tokens, time.perf_counter() - start_s)
@@ -228,7 +240,8 @@ class Engine:
         request = part.request
         end = request.num_computed + part.num_tokens
         tokens, state = request.tokens(request.num_computed, end), self._states.use(request, part.num_tokens)
-        return Work(tokens, end, self._scheduler.row(request), state)
+        num_logits = part.num_tokens if request.num_unscored else 1
+        return Work(tokens, end, self._scheduler.row(request), state, num_logits)
 
     def publish_events(self, config: KVEventsConfig, host: str = "*") -> None:
         """Publish from here on what is in which tier; before the first request.
@@ -318,7 +331,7 @@ class Engine:
             storage_attached=self.cache.enable_storage,
             schedule_policy=config.schedule_policy,
             num_sessions_in=self._scheduler.turns.policy.num_in,
-            num_late=self._scheduler.turns.num_late,
+            num_late=self._scheduler.turns.controller.num_late,
         )
 
     def close(self, timeout_s: float = 10.0) -> None:
@@ -340,7 +353,7 @@ class Engine:
         policy = make_admission(self.config.schedule_policy, capacity)
         is_agreed = group is None or cache.has_host
         prices = Prices(cache.no_regret if is_agreed else NoRegret(False), self.config.cache.page_size)
-        return Turns(policy, cache, prices, time.monotonic if group is None else _rank_0s_clock(group))
+        return Turns(policy, cache, prices, time.monotonic if group is None else rank_0s_clock(group))
 
     def _build_cache(self, build_cache: BuildCache, group: ProcessGroup | None) -> PrefixCache:
         config, pools = self.config.cache, self._pools
@@ -375,15 +388,13 @@ class Engine:
             identity = model_identity(self.config.model_path, self.model_name)
         identity = run_with(identity, {"rope": self._model.fixed_rope})
         if pools.hybrid is not None:
-            if group is not None:
-                raise ConfigError(f"tp_size={group.size}: a second pool, of windows or states, is not cut")
-            return build_hybrid_cache(config, params, pools.hybrid, identity)
+            return build_hybrid_cache(config, params, pools.hybrid, _share_of(identity, group))
         return build_cache(config, params, pools.device, _share_of(identity, group))
 
 
-def _rank_0s_clock(group: ProcessGroup) -> Callable[[], float]:
-    """A collective call each time."""
-    return lambda: float(group.share(time.monotonic() if group.rank == 0 else None))
+def rank_0s_clock(group: ProcessGroup, clock: Callable[[], float] = time.monotonic) -> Callable[[], float]:
+    """Rank 0's clock on all ranks: a collective call each time."""
+    return lambda: float(group.share(clock() if group.rank == 0 else None))
 
 
 def _limits(config: EngineConfig, pools: EnginePools) -> SchedulerLimits:

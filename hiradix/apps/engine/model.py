@@ -198,13 +198,14 @@ class PagedModel:
         fix_ropes(self._model, ropes)
         self.fixed_rope = {kind or "": rope.about for kind, rope in ropes.items()}
         if group is not None:
-            cut(self._model, group)
+            cut(self._model, config, group)
         self._model.to(device)
         self.config = config
         self.device = torch.device(device)
-        self.shape = kv_shape(config, dtype, 1 if group is None else group.size)
+        tp_size = 1 if group is None else group.size
+        self.shape = kv_shape(config, dtype, tp_size)
         self.windows = windows_of(config)
-        self.states = states_of(config, dtype)
+        self.states = states_of(config, dtype, tp_size)
         self._current_pass = CurrentPass()
         if self.states is not None:
             replace_recurrent(self._model, config, self._current_pass)
@@ -214,11 +215,11 @@ class PagedModel:
 
     @torch.inference_mode()
     def forward(self, work: Sequence[Work], pools: Pools) -> torch.Tensor:
-        """Logits float32 [len(work), vocab] after each sequence's last token; writes the new tokens' K and V,
-        and the states behind them.
+        """Logits float32 [rows, vocab] after each sequence's last token, or last `num_logits` of them; writes
+        the new tokens' K and V. The states behind them are written by `commit`.
 
         Waits per layer on the pool's load-back gate; LoadFailed and the like pass through, and the pass has
-        then written only slots of its own new tokens, or behind them in a page begun, and no state.
+        then written only slots of its own new tokens, or behind them in a page begun.
         """
         packed = pack(work, pools, self.device)
         latent: dict[str, Any] = {"attention_mask": None}
@@ -230,10 +231,13 @@ class PagedModel:
             position_ids=packed.positions[None],
             **latent,
             use_cache=False,
-            logits_to_keep=packed.last_rows,
+            logits_to_keep=packed.logit_rows,
             paged=packed.paged,
         )
-        if packed.states is not None:
-            packed.states.commit()
         logits: torch.Tensor = out.logits[0].float()
         return logits
+
+    def commit(self) -> None:
+        """The last pass counts: write the states that it has left. Without this call it may be run again."""
+        if self._current_pass.states is not None:
+            self._current_pass.states.commit()

@@ -21,13 +21,15 @@ class Work:
     """One sequence's part of a pass: `token_ids` to compute, at the end of its `num_tokens` tokens.
 
     row: int [>= num_tokens] slots of the sequence, page after page (its row of the req-to-token pool).
-    state: where its recurrent state is, in models that keep one.
+    state: where its recurrent state is, in models that keep one. num_logits: of its last tokens, how many
+    have logits.
     """
 
     token_ids: Sequence[int]
     num_tokens: int
     row: torch.Tensor
     state: StateUse | None = None
+    num_logits: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +61,12 @@ class Pools:
 
 @dataclass(frozen=True, slots=True)
 class PackedPass:
-    """token_ids, positions: int64 [T]; last_rows: int64 [sequences], the row of each one's last token."""
+    """token_ids, positions: int64 [T]; logit_rows: int64, of the tokens that have logits, `num_logits` of each
+    sequence: most often its last alone."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    last_rows: torch.Tensor
+    logit_rows: torch.Tensor
     paged: PagedPass
     states: StatePass | None
 
@@ -79,7 +82,10 @@ def pack(work: Sequence[Work], pools: Pools, device: torch.device) -> PackedPass
     return PackedPass(
         token_ids=ids.to(device),
         positions=torch.cat([torch.arange(*span) for span in spans]).to(device),
-        last_rows=torch.tensor([end - 1 for end in ends], device=device),
+        logit_rows=torch.tensor(
+            [row for part, end in zip(work, ends, strict=True) for row in range(end - part.num_logits, end)],
+            device=device,
+        ),
         paged=PagedPass(steps, [pool.layers for pool in pools.paged]),
         states=None if pools.states is None else _state_pass(work, pools.states, device),
     )

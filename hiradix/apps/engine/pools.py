@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hiradix.apps.engine.api import EngineConfig
-from hiradix.apps.engine.attention import KVBuffers
 from hiradix.apps.engine.model import Windows
 from hiradix.apps.engine.packing import LayerPool, Pools
 from hiradix.apps.engine.recurrent import StatePool, States
 from hiradix.apps.engine.slots import Allocator, num_tokens
 from hiradix.apps.engine.states import LEAST_RECORDS
+from hiradix.apps.engine.tensor_parallel import PassBuffers
 from hiradix.errors import ConfigError, Misuse
 from hiradix.memory import (
     CacheShape,
@@ -57,14 +57,14 @@ class EnginePools:
     def all(self) -> tuple[DevicePool, ...]:
         return (self.device,) if self.hybrid is None else (self.hybrid.full, self.hybrid.other)
 
-    def of_pass(self, buffers: Sequence[KVBuffers]) -> Pools:
-        """What a forward pass reads and writes: `buffers` of all the pools, and which layers are where."""
+    def of_pass(self, buffers: Sequence[PassBuffers]) -> Pools:
+        """The pools as a forward pass reads and writes them: `buffers` of each, and which layers it has."""
         hybrid = self.hybrid
         if hybrid is None:
             return Pools([LayerPool(buffers[0], range(self.device.shape.num_layers))])
         full, shape = LayerPool(buffers[0], hybrid.full_layers), hybrid.other.shape
         if isinstance(shape, StateShape):
-            return Pools([full], StatePool(hybrid.other, hybrid.other_layers, shape))
+            return Pools([full], StatePool(buffers[1], hybrid.other_layers, shape))
         if not isinstance(self.allocator, HybridSlotAllocator):
             raise Misuse(f"{self.allocator} for pools with windows")
         mapping = self.allocator.full_to_swa_index_mapping

@@ -118,6 +118,7 @@ def follow(engine: Engine, group: ProcessGroup) -> None:
 
 def _params(fields: dict[str, Any]) -> SamplingParams:
     lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+    lists["logit_bias"] = tuple((token, bias) for token, bias in lists.get("logit_bias", ()))
     return SamplingParams(**{**fields, **lists})
 
 

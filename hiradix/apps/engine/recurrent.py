@@ -4,14 +4,14 @@ Each such layer stays transformers' own. It is called once for each piece of a s
 transformers' cache that has the state before the piece; decodes are called together. So nothing leaks from
 one request into another, and a chunk continues where the last one ended.
 
-No state is written while the pass runs: the new ones are kept aside until all layers are through (`commit`),
-as a pass whose load back fails is run again, from the same states.
+No state is written while the pass runs: the new ones are kept aside until it counts (`commit`), as a pass
+whose load back fails is run again, from the same states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +20,22 @@ from hiradix.errors import ConfigError, Misuse
 from hiradix.memory import StateShape
 
 NO_STATE = 0  # the slot that is never written: the state before the first token, all zeros
+
+
+@dataclass(frozen=True)
+class RankCut:
+    """How a recurrent layer is cut over tensor parallel ranks. Its output projection is cut as all others are.
+
+    fields: the config's that say how many heads, groups or channels there are, all of which must be divisible.
+    rows: by parameter or submodule, the sizes of the parts that its rows consist of; a rank gets its share of
+    each. numbers: attributes of the layer that count what a rank then has a share of. norm: of a submodule that
+    normalises over the channels of all ranks.
+    """
+
+    fields: tuple[str, ...]
+    rows: Callable[[Any], Mapping[str, tuple[int, ...]]]
+    numbers: tuple[str, ...] = ()
+    norm: str | None = None
 
 
 @dataclass(frozen=True)
@@ -34,10 +50,16 @@ class Family:
     module: str
     cache: str
     shape: Callable[[Any, int, torch.dtype], StateShape]
+    rank_cut: RankCut
 
 
 def _short_conv(config: Any, num_layers: int, dtype: torch.dtype) -> StateShape:
     return StateShape(num_layers, config.hidden_size, config.conv_L_cache - 1, conv_dtype=dtype, dtype=dtype)
+
+
+def _short_conv_rows(layer: Any) -> Mapping[str, tuple[int, ...]]:
+    channels = layer.conv.out_channels
+    return {"in_proj": (channels, channels, channels), "conv": (channels,)}
 
 
 def _gated_delta(config: Any, num_layers: int, dtype: torch.dtype) -> StateShape:
@@ -49,6 +71,15 @@ def _gated_delta(config: Any, num_layers: int, dtype: torch.dtype) -> StateShape
     )  # fmt: skip
 
 
+def _gated_delta_rows(layer: Any) -> Mapping[str, tuple[int, ...]]:
+    keys, values, heads = layer.key_dim, layer.value_dim, layer.num_v_heads
+    rows = {"conv1d": (keys, keys, values), "dt_bias": (heads,), "A_log": (heads,)}
+    if hasattr(layer, "in_proj_qkvz"):  # all of a key head is together
+        return rows | {"in_proj_qkvz": (2 * keys + 2 * values,), "in_proj_ba": (2 * heads,)}
+    projected = {"in_proj_qkv": (keys, keys, values), "in_proj_z": (values,)}
+    return rows | projected | {"in_proj_b": (heads,), "in_proj_a": (heads,)}
+
+
 def _mamba2(config: Any, num_layers: int, dtype: torch.dtype) -> StateShape:
     inner = config.mamba_n_heads * config.mamba_d_head
     conv = inner + 2 * config.mamba_n_groups * config.mamba_d_state
@@ -58,13 +89,29 @@ def _mamba2(config: Any, num_layers: int, dtype: torch.dtype) -> StateShape:
     )  # fmt: skip
 
 
+def _mamba2_rows(layer: Any) -> Mapping[str, tuple[int, ...]]:
+    inner, groups, heads = layer.intermediate_size, layer.n_groups * layer.ssm_state_size, layer.num_heads
+    inputs = (inner, groups, groups)
+    of_heads = dict.fromkeys(("dt_bias", "A_log", "D"), (heads,))
+    return {"in_proj": (inner, *inputs, heads), "conv1d": inputs, **of_heads}
+
+
+_CONV_CUT = RankCut(("hidden_size",), _short_conv_rows)
+_DELTA_CUT = RankCut(
+    ("linear_num_key_heads", "linear_num_value_heads"), _gated_delta_rows,
+    ("num_v_heads", "num_k_heads", "key_dim", "value_dim", "conv_dim"),
+)  # fmt: skip
+_MAMBA2_CUT = RankCut(
+    ("mamba_n_heads", "mamba_n_groups"), _mamba2_rows,
+    ("num_heads", "n_groups", "intermediate_size", "conv_dim"), norm="norm",
+)  # fmt: skip
 FAMILIES = {
-    "bamba": Family("linear_attention", "mamba", "cache_params", _mamba2),
-    "granitemoehybrid": Family("linear_attention", "mamba", "cache_params", _mamba2),
-    "lfm2": Family("conv", "conv", "past_key_values", _short_conv),
-    "lfm2_moe": Family("conv", "conv", "past_key_values", _short_conv),
-    "qwen3_5_text": Family("linear_attention", "linear_attn", "cache_params", _gated_delta),
-    "qwen3_next": Family("linear_attention", "linear_attn", "cache_params", _gated_delta),
+    "bamba": Family("linear_attention", "mamba", "cache_params", _mamba2, _MAMBA2_CUT),
+    "granitemoehybrid": Family("linear_attention", "mamba", "cache_params", _mamba2, _MAMBA2_CUT),
+    "lfm2": Family("conv", "conv", "past_key_values", _short_conv, _CONV_CUT),
+    "lfm2_moe": Family("conv", "conv", "past_key_values", _short_conv, _CONV_CUT),
+    "qwen3_5_text": Family("linear_attention", "linear_attn", "cache_params", _gated_delta, _DELTA_CUT),
+    "qwen3_next": Family("linear_attention", "linear_attn", "cache_params", _gated_delta, _DELTA_CUT),
 }
 
 
@@ -77,8 +124,11 @@ class States:
     other_layers: tuple[int, ...]
 
 
-def states_of(config: Any, dtype: torch.dtype) -> States | None:
-    """The recurrent states of a model that mixes them with full attention, None for any other."""
+def states_of(config: Any, dtype: torch.dtype, tp_size: int = 1) -> States | None:
+    """The recurrent states of a model that mixes them with full attention, None for any other.
+
+    tp_size: ranks, of which each has a share of a state's channels and heads.
+    """
     family = FAMILIES.get(config.model_type)
     if family is None:
         return None
@@ -89,7 +139,9 @@ def states_of(config: Any, dtype: torch.dtype) -> States | None:
         tuple(layer for layer, own in enumerate(kinds) if own == kind)
         for kind in ("full_attention", family.kind)
     )
-    return States(family.shape(config, len(recurrent), dtype), full, recurrent)
+    whole = family.shape(config, len(recurrent), dtype)
+    own = replace(whole, conv_dim=whole.conv_dim // tp_size, num_heads=whole.num_heads // tp_size)
+    return States(own, full, recurrent)
 
 
 class StateBuffers(Protocol):
@@ -265,9 +317,20 @@ class CurrentPass:
         self.states: StatePass | None = None
 
 
+def recurrent_layers(model: torch.nn.Module, config: Any) -> list[tuple[str, Any]]:
+    """The recurrent layers of `model`, each with its name; none where the model has no such."""
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        return []
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] == family.module and hasattr(module, "layer_idx")
+    ]
+
+
 def replace_recurrent(model: torch.nn.Module, config: Any, current_pass: CurrentPass) -> None:
     """Have the recurrent layers of `model` run over packed passes."""
     family = FAMILIES[config.model_type]
-    for name, module in list(model.named_modules()):
-        if name.rpartition(".")[2] == family.module and hasattr(module, "layer_idx"):
-            model.set_submodule(name, RecurrentLayer(module, family.cache, current_pass))
+    for name, module in recurrent_layers(model, config):
+        model.set_submodule(name, RecurrentLayer(module, family.cache, current_pass))

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hiradix.apps.engine.api import SamplingParams, Scope, Usage
+from hiradix.apps.engine.api import SamplingParams, Scope, TokenLogprob, Usage
 from hiradix.errors import Misuse
 
 if TYPE_CHECKING:
+    from hiradix.apps.engine.logits import LogitsProcessor
+    from hiradix.apps.engine.markers import MarkerSearch
     from hiradix.apps.engine.tokenizer import TextStream
 
 _NO_SLOTS = torch.empty(0, dtype=torch.int64)
@@ -62,6 +64,9 @@ class Request:
         self.output_ids = array("q")
         self.generator: torch.Generator | None = None
         self.text: TextStream | None = None
+        self.processor: LogitsProcessor | None = None
+        self.tool_call: MarkerSearch | None = None
+        self.prompt_logprobs: list[TokenLogprob] = []  # of its second token on, as far as they are known
         self.max_new_tokens = params.max_new_tokens
         self.usage = Usage(prompt_tokens=len(self.origin_input_ids))
         self.num_admissions = 0
@@ -103,6 +108,13 @@ class Request:
     def num_uncomputed(self) -> int:
         """Known tokens whose KV is still to be written; 1 means the request is decoding (or nearly)."""
         return self.num_tokens - self.num_computed
+
+    @property
+    def num_unscored(self) -> int:
+        """Tokens of the prompt whose log probabilities are asked for and not known yet."""
+        if self.params.prompt_logprobs is None:
+            return 0
+        return len(self.origin_input_ids) - 1 - len(self.prompt_logprobs)
 
     @property
     def fill_ids(self) -> array[int]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from hiradix.apps.engine.api import SamplingParams, TokenLogprob
+from hiradix.apps.engine.logits import LogitsProcessor
 from hiradix.errors import Misuse
 
 GREEDY_BELOW = 1e-5
@@ -17,10 +18,14 @@ GREEDY_BELOW = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How one row is sampled; `generator` (on the logits' device) is needed when temperature > 0."""
+    """How one row is sampled; `generator` (on the logits' device) is needed when temperature > 0.
+
+    processor: changes the row before, None for a request that asks for nothing of the kind.
+    """
 
     params: SamplingParams
     generator: torch.Generator | None
+    processor: LogitsProcessor | None = None
 
 
 class SeedSource:
@@ -39,19 +44,33 @@ class SeedSource:
 
 
 def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[TokenLogprob]:
-    """One token per row of logits float32 [B, vocab]; its logprob is nan where none was asked for."""
+    """One token per row of logits float32 [B, vocab]. Its logprob is that of the row as it came, before it was
+    changed; nan where none was asked for."""
     if logits.shape[0] != len(draws):
         raise Misuse(f"logits of {tuple(logits.shape)} for {len(draws)} draws")
     chosen = logits.argmax(dim=-1).tolist()
     for row, draw in enumerate(draws):
-        if draw.generator is not None:
-            chosen[row] = _draw(logits[row], draw.params, draw.generator)
+        if draw.processor is None and draw.generator is None:
+            continue
+        own = logits[row] if draw.processor is None else draw.processor.apply(logits[row])
+        if draw.generator is None:
+            chosen[row] = int(own.argmax())
+        else:
+            chosen[row] = _draw(own, draw.params, draw.generator)
     return [_with_logprob(logits[row], token, draws[row].params.logprobs) for row, token in enumerate(chosen)]
 
 
 def _draw(logits: torch.Tensor, params: SamplingParams, generator: torch.Generator) -> int:
-    """A token from the tempered distribution, cut to the smallest set of mass >= top_p."""
+    """A token from the tempered distribution: of those with min_p of the likeliest's probability, the top_k
+    likeliest, cut to the smallest set that has top_p of their mass."""
     probs = torch.softmax(logits / params.temperature, dim=-1)
+    if params.min_p > 0.0:
+        probs = probs.masked_fill(probs < params.min_p * probs.max(), 0.0)
+    if 0 < params.top_k < len(probs):
+        kept, tokens = probs.topk(params.top_k)
+        probs = torch.zeros_like(probs).scatter_(0, tokens, kept)
+    if params.min_p > 0.0 or params.top_k > 0:
+        probs = probs / probs.sum()
     if params.top_p >= 1.0:
         return int(torch.multinomial(probs, 1, generator=generator))
     ordered, tokens = probs.sort(descending=True, stable=True)
@@ -60,6 +79,27 @@ def _draw(logits: torch.Tensor, params: SamplingParams, generator: torch.Generat
     dropped[0] = False  # a top_p that float32 takes for 0 would leave nothing to draw from
     kept = ordered.masked_fill_(dropped, 0.0)
     return int(tokens[torch.multinomial(kept, 1, generator=generator)])
+
+
+SCORED_ROWS = 64
+"""Rows whose log probabilities are there at one time: each has the size of the vocabulary."""
+
+
+def score(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprob]:
+    """The log probability and rank of each token under its row of logits float32 [len(token_ids), vocab]."""
+    if logits.shape[0] != len(token_ids):
+        raise Misuse(f"logits of {tuple(logits.shape)} for {len(token_ids)} tokens")
+    found: list[TokenLogprob] = []
+    for start in range(0, len(token_ids), SCORED_ROWS):
+        logprobs = torch.log_softmax(logits[start : start + SCORED_ROWS], dim=-1)
+        ids = torch.tensor(token_ids[start : start + SCORED_ROWS], device=logits.device)
+        own = logprobs.gather(1, ids[:, None])
+        ranks = (logprobs > own).sum(dim=1) + 1
+        values, tokens = logprobs.topk(min(num_top, logprobs.shape[1]), dim=-1)
+        rows = (ids.tolist(), own[:, 0].tolist(), tokens.tolist(), values.tolist(), ranks.tolist())
+        for token, logprob, top, top_values, rank in zip(*rows, strict=True):
+            found.append(TokenLogprob(token, logprob, tuple(zip(top, top_values, strict=True)), rank))
+    return found
 
 
 def _with_logprob(logits: torch.Tensor, token: int, num_top: int | None) -> TokenLogprob:

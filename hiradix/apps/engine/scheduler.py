@@ -32,6 +32,7 @@ from hiradix.tree import RadixKey
 
 _MIN_RESERVE = 0.2  # share of a running request's remaining answer that admission keeps free
 _RESERVE_DECAY = 0.98  # per plan, back to the minimum after a retraction
+_MAX_SCORED = 256  # tokens of a prompt with logits in one pass: a row of the vocabulary each
 _MAX_FAILED_PASSES = 2  # a request whose admissions failed so often with a load computes what is on the host
 
 
@@ -80,7 +81,7 @@ class Scheduler:
         self.limits = limits
         self.turns = turns
         self._cache = cache
-        self._slots = SlotSupply(cache, allocator, limits.page_size, turns)
+        self._slots = SlotSupply(cache, allocator, limits.page_size, turns.ends)
         if self._slots.has_windows != (limits.window is not None):
             raise Misuse(f"window {limits.window}, {allocator}")
         self._rows = rows
@@ -100,7 +101,7 @@ class Scheduler:
             raise Misuse(f"{len(self.waiting)} requests wait already")
         self.waiting.append(request)
         self.turns.arrived(request)
-        if self._cache.enable_storage:
+        if self._cache.enable_storage and not request.num_unscored:
             self._match(request)
             matched = len(request.prefix_indices) + request.host_hit_length
             missing = request.tokens(matched, request.num_tokens - 1)
@@ -182,11 +183,11 @@ class Scheduler:
         """Add prompts to the decodes of a pass, under way and new ones, as their turn is. Where decodes leave
         nothing, one under way gets a token all the same."""
         budget = self.limits.chunk_tokens
-        left = None if budget is None else max(1, budget - len(parts))
+        remaining = None if budget is None else max(1, budget - len(parts))
         may_admit = budget is None or budget > len(parts)
         room = self._room_beside_answers()
-        for request in self._in_turn(under_way, left):
-            if left == 0:
+        for request in self._in_turn(under_way, remaining):
+            if remaining == 0:
                 return
             is_new = request.req_pool_idx is None
             if is_new:
@@ -199,15 +200,16 @@ class Scheduler:
                 if admission is not _Admission.DONE:
                     continue
                 room = self._room_beside_answers()
-            part = self._next_part(request, left, admitted=is_new)
+            part = self._next_part(request, remaining, admitted=is_new)
             parts.append(part)
-            left = None if left is None else left - part.num_tokens
+            remaining = None if remaining is None else remaining - part.num_tokens
 
-    def _in_turn(self, under_way: list[Request], left: int | None) -> list[Request]:
-        """Who may compute its prompt, the next first: those that were answered before they were retracted, then
-        as `turns` has them. A prefill under way that it leaves out comes last."""
+    def _in_turn(self, under_way: list[Request], remaining: int | None) -> list[Request]:
+        """The requests that may compute their prompts, next first: those that were answered before they were
+        retracted, then as `turns` has them. A prefill under way that it leaves out comes last."""
         known = {r.rid: r for r in (*under_way, *self.waiting)}
-        max_new, max_tokens = self.limits.max_running - len(self.running), math.inf if left is None else left
+        max_new = self.limits.max_running - len(self.running)
+        max_tokens = math.inf if remaining is None else remaining
         resumed = [r for r in known.values() if r.output_ids]
         ordered = [known[rid] for rid in self.turns.order(max_new, max_tokens) if rid in known]
         taken = {r.rid for r in (*resumed, *ordered)}
@@ -255,7 +257,7 @@ class Scheduler:
         return self._open_next(request)
 
     def _open_next(self, request: Request) -> bool:
-        """What beside full pages the next pass needs for a running request."""
+        """The memory beside full pages that the next pass needs for a running request."""
         return self._open_windows(request) and self._states.open(request, self._most_next(request))
 
     def _most_next(self, request: Request) -> int:
@@ -276,15 +278,17 @@ class Scheduler:
         start, end = max(own, request.num_computed // size * size), request.num_computed
         return self._slots.open_windows(self.row(request)[start : end + self._most_next(request)])
 
-    def _next_part(self, request: Request, left: int | None, *, admitted: bool) -> ScheduledTokens:
-        """The request's next chunk of at most `left` tokens, ending on a page boundary where it can.
+    def _next_part(self, request: Request, remaining: int | None, *, admitted: bool) -> ScheduledTokens:
+        """The request's next chunk of at most `remaining` tokens, ending on a page boundary where it can.
 
         It ends where the request parts from others, if there is no record: the next one finds one there.
         """
         count, done, size = request.num_uncomputed, request.num_computed, self.limits.page_size
-        if left is not None and count > left:
-            aligned = (done + left) // size * size - done
-            count = aligned if aligned > 0 else left
+        if request.num_unscored:
+            remaining = min(count if remaining is None else remaining, _MAX_SCORED)
+        if remaining is not None and count > remaining:
+            aligned = (done + remaining) // size * size - done
+            count = aligned if aligned > 0 else remaining
         if done < request.num_known < (done + count) // size * size:
             count = request.num_known - done
         return ScheduledTokens(request, count, admitted)
@@ -317,8 +321,9 @@ class Scheduler:
         return _Admission.DONE
 
     def _match(self, request: Request) -> None:
-        """Look the request's tokens up, all but the last: one token must be computed to have logits."""
-        tokens = request.tokens(0, request.num_tokens - 1)
+        """Look the request's tokens up, all but the last: one token must be computed to have logits. A prompt
+        whose log probabilities are asked for is computed whole."""
+        tokens = request.tokens(0, 0 if request.num_unscored else request.num_tokens - 1)
         key = RadixKey(tokens, request.extra_key, cache_salt=request.cache_salt)
         match = self._cache.match_prefix(MatchPrefixParams(key=key))
         request.prefix_indices = match.device_indices

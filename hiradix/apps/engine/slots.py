@@ -15,7 +15,7 @@ from hiradix.memory import HybridSlotAllocator, SlotAllocator
 from hiradix.prefix_cache import EvictParams
 
 if TYPE_CHECKING:
-    from hiradix.apps.engine.turns import Turns
+    from hiradix.apps.engine.session_ends import SessionEnds
     from hiradix.prefix_cache import PrefixCache
 
 Allocator = SlotAllocator | HybridSlotAllocator
@@ -24,15 +24,15 @@ Allocator = SlotAllocator | HybridSlotAllocator
 class SlotSupply:
     """The allocator and the cache behind it, as one supply. Sizes are in tokens.
 
-    turns: what leaves the cache before the eviction policy chooses, and what stays if it can.
+    ends: what leaves the cache before the eviction policy chooses, and what stays if it can.
     """
 
-    def __init__(self, cache: PrefixCache, allocator: Allocator, page_size: int, turns: Turns):
+    def __init__(self, cache: PrefixCache, allocator: Allocator, page_size: int, ends: SessionEnds):
         self._cache = cache
         self._allocator = allocator
         self._hybrid = allocator if isinstance(allocator, HybridSlotAllocator) else None
         self._page_size = page_size
-        self._turns = turns
+        self._ends = ends
 
     @property
     def has_windows(self) -> bool:
@@ -47,10 +47,10 @@ class SlotSupply:
         """Slots of whole pages, evicting when short; None when that is not enough. No window pages."""
         short = num_tokens - free_tokens(self._allocator)
         if short > 0:
-            self._turns.drop_first(short)
+            self._ends.drop_first(short)
             short = num_tokens - free_tokens(self._allocator)
         if short > 0:
-            with self._turns.keeping():
+            with self._ends.keeping():
                 self._cache.evict(EvictParams(num_tokens=short))
             short = num_tokens - free_tokens(self._allocator)
         if short > 0:

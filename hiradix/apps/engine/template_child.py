@@ -3,7 +3,7 @@
 A template comes with a model, and is a program: a power, a repetition or a comparison in it may be one call
 in C that nothing in its process can interrupt, and take all memory. Needs jinja2 alone: it starts in 0.1 s.
 
-Reads a line of JSON: {"template", "variables", "limits"}. Then, for each line {"messages"}, writes one:
+Reads a line of JSON: {"template", "variables", "limits"}. Then, for each line {"messages", ...}, writes one:
 {"text"} or {"error"}. Ends with its input, or by SIGPROF in the midst of what takes too long.
 """
 
@@ -35,7 +35,7 @@ class GenerationBlock(Extension):
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """What chat templates are written for: whitespace, tags, filters and functions as in transformers."""
+    """The environment that chat templates expect: whitespace, tags, filters and functions as in transformers."""
     found = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
     )
@@ -80,7 +80,7 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_PROF, limits["seconds"])
         try:
             template = template or environment().from_string(given["template"])
-            text = template.render(**given["variables"], **json.loads(line))
+            text = template.render({**given["variables"], **json.loads(line)})
             if len(text) > limits["chars"]:
                 raise TemplateError(f"a text of {len(text)} characters, at most {limits['chars']}")
             answer = json.dumps({"text": text})

@@ -1,8 +1,9 @@
 """Tensor parallel models: each rank computes its share of the heads and of the hidden layer, and they add up.
 
 Query, key, value, gate and up projections are cut by rows of their weights (by output), the output and down
-projections by columns (by input), whose partial results are added over the ranks. Embeddings, norms and the
-output layer are whole on every rank, so every rank has the same logits.
+projections by columns (by input), whose partial results are added over the ranks. Of recurrent layers each rank
+has a share of the heads or channels, with their states. Embeddings, experts, norms and the output layer are
+whole on every rank, so every rank has the same logits.
 """
 
 from __future__ import annotations
@@ -11,10 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import linear, silu
 
-from hiradix.apps.engine.attention import KVBuffers
-from hiradix.apps.engine.recurrent import FAMILIES
+from hiradix.apps.engine.recurrent import FAMILIES, RankCut, recurrent_layers
 from hiradix.cache import least
 from hiradix.errors import ConfigError, Misuse
 from hiradix.memory import DevicePool
@@ -22,7 +22,7 @@ from hiradix.transfer import LoadFailed
 from hiradix.transfer.process_group import ProcessGroup
 
 CUT_BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-CUT_BY_INPUT = ("o_proj", "down_proj")
+CUT_BY_INPUT = ("o_proj", "out_proj", "down_proj")
 
 
 class SummedLinear(torch.nn.Module):
@@ -41,19 +41,39 @@ class SummedLinear(torch.nn.Module):
         return out if self.bias is None else out + self.bias
 
 
+class SharedNorm(torch.nn.Module):
+    """A gated norm over channels of which each rank has a share, as Mamba 2 has behind its heads."""
+
+    def __init__(self, weight: torch.Tensor, epsilon: float, group: ProcessGroup):
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+        self._epsilon = epsilon
+        self._group = group
+
+    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        wide = hidden_states.float()
+        if gate is not None:
+            wide = wide * silu(gate.float())
+        squares = self._group.add(wide.square().mean(-1, keepdim=True).contiguous())
+        wide = wide * torch.rsqrt(squares / self._group.size + self._epsilon)
+        return self.weight * wide.to(hidden_states.dtype)
+
+
 def check_divisible(config: Any, size: int) -> None:
     """Raise ConfigError unless the model's heads and hidden layer can be cut into `size` equal parts."""
     if getattr(config, "kv_lora_rank", None):
         raise ConfigError(f"tp_size={size}: models with latent attention are not cut over ranks here")
-    if config.model_type in FAMILIES:
-        raise ConfigError(f"tp_size={size}: models with recurrent states are not cut over ranks here")
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+    family = FAMILIES.get(config.model_type)
+    recurrent = () if family is None else family.rank_cut.fields
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", *recurrent):
         if getattr(config, name) % size:
             raise ConfigError(f"tp_size={size}: the model's {name} is {getattr(config, name)}")
 
 
-def cut(model: torch.nn.Module, group: ProcessGroup) -> None:
+def cut(model: torch.nn.Module, config: Any, group: ProcessGroup) -> None:
     """Leave `model`, loaded whole, with this rank's share of its weights; the rest is freed."""
+    for _, layer in recurrent_layers(model, config):
+        _cut_recurrent(layer, FAMILIES[config.model_type].rank_cut, group)
     for name, module in list(model.named_modules()):
         kind = name.rpartition(".")[2]
         if kind in CUT_BY_OUTPUT:
@@ -69,6 +89,35 @@ def cut(model: torch.nn.Module, group: ProcessGroup) -> None:
             bias = None if module.bias is None else module.bias.detach()
             summed = SummedLinear(_part(module.weight, 1, group), bias, group.add)
             model.set_submodule(name, summed)
+
+
+def _cut_recurrent(layer: Any, rank_cut: RankCut, group: ProcessGroup) -> None:
+    for name, parts in rank_cut.rows(layer).items():
+        own = getattr(layer, name)
+        if isinstance(own, torch.nn.Parameter):
+            setattr(layer, name, _rows(own, parts, group))
+            continue
+        own.weight = _rows(own.weight, parts, group)
+        if own.bias is not None:
+            own.bias = _rows(own.bias, parts, group)
+        if isinstance(own, torch.nn.Conv1d):
+            own.in_channels = own.out_channels = own.groups = len(own.weight)
+        else:
+            own.out_features = len(own.weight)
+    if rank_cut.norm is not None:
+        norm = getattr(layer, rank_cut.norm)
+        shared = SharedNorm(_part(norm.weight, 0, group), norm.variance_epsilon, group)
+        setattr(layer, rank_cut.norm, shared)
+    for name in rank_cut.numbers:
+        setattr(layer, name, getattr(layer, name) // group.size)
+
+
+def _rows(weight: torch.Tensor, parts: tuple[int, ...], group: ProcessGroup) -> torch.nn.Parameter:
+    """This rank's share of each of the parts that rows consist of."""
+    if sum(parts) != len(weight):
+        raise Misuse(f"{len(weight)} rows in parts of {parts}")
+    own = torch.cat([_part(part, 0, group) for part in torch.split(weight, list(parts))])
+    return torch.nn.Parameter(own, requires_grad=False)
 
 
 def _part(weight: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
@@ -100,7 +149,7 @@ class LoadGates:
         return bool(self._slots)
 
     def run(
-        self, forward: Callable[[Sequence[KVBuffers]], torch.Tensor], pools: Sequence[DevicePool]
+        self, forward: Callable[[Sequence[PassBuffers]], torch.Tensor], pools: Sequence[DevicePool]
     ) -> torch.Tensor | None:
         """What `forward` gives once its loads are there; None if one failed, on any rank."""
         if self._gate is not None:
@@ -112,7 +161,7 @@ class LoadGates:
                 self._keep([self._gate.error(slot) is None for slot in self._slots])
                 return None
         else:
-            buffers = [_UngatedOnceFailed(pool) for pool in pools]
+            buffers = [UngatedOnceFailed(pool) for pool in pools]
             out = forward(buffers)
             good = [int(self._gate is None or self._gate.error(slot) is None) for slot in self._slots]
             failed = any(own.failed for own in buffers)
@@ -127,13 +176,14 @@ class LoadGates:
         self._slots = tuple(slot for slot, is_good in zip(self._slots, good, strict=True) if is_good)
 
 
-class _UngatedOnceFailed:
+class UngatedOnceFailed:
     """A pool's buffers, which wait for their loads until one has failed."""
 
     def __init__(self, pool: DevicePool):
         self.page_size = pool.page_size
         self.failed = False
         self._pool = pool
+        self._arrays = [pool.array(spec.name) for spec in pool.shape.arrays]
 
     def get_key_buffer(self, layer: int) -> torch.Tensor:
         self._wait(self._pool.get_key_buffer, layer)
@@ -143,9 +193,17 @@ class _UngatedOnceFailed:
         self._wait(self._pool.get_value_buffer, layer)
         return self._pool.v_buffer[layer]
 
-    def _wait(self, get: Callable[[int], torch.Tensor], layer: int) -> None:
+    def get_arrays(self, layer: int) -> tuple[torch.Tensor, ...]:
+        self._wait(self._pool.get_arrays, layer)
+        return tuple(array[layer] for array in self._arrays)
+
+    def _wait(self, get: Callable[[int], object], layer: int) -> None:
         if not self.failed:
             try:
                 get(layer)
             except LoadFailed:
                 self.failed = True
+
+
+PassBuffers = DevicePool | UngatedOnceFailed
+"""What a forward pass takes a pool's arrays from."""

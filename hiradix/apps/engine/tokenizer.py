@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hiradix.apps.engine.api import RequestError
+from hiradix.apps.engine.api import Conversation, RequestError
 from hiradix.apps.engine.chat_template import ChatTemplate, TemplateError
+from hiradix.apps.engine.grammar import Grammars
 from hiradix.apps.engine.token_bound import TokenBound
 from hiradix.errors import ConfigError, Misuse
 
@@ -45,21 +46,31 @@ class Tokenizer:
         """Whether `apply_chat` can be used."""
         return self._template is not None
 
-    def encode(self, text: str, context_length: int | None = None) -> list[int]:
-        """Token ids of a prompt, with the special tokens the model wants at its start.
+    def encode(
+        self, text: str, context_length: int | None = None, *, add_special_tokens: bool = True
+    ) -> list[int]:
+        """Token ids of a prompt, with the special tokens the model wants at its start, or without.
 
         RequestError where the text has half a surrogate pair, which JSON can carry and no tokenizer takes,
         and where its length alone says that it does not fit `context_length` tokens: before it is tokenised.
         """
-        return self._encode(text, context_length, add_special_tokens=True)
+        return self._encode(text, context_length, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of `token_ids` without special tokens; an unfinished character shows as U+FFFD."""
         return self._decode(list(token_ids), skip_special=True)
 
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """`decode` with special tokens shown."""
+        return self._decode(list(token_ids), skip_special=False)
+
     def token_text(self, token_id: int) -> str:
         """One token by itself, special tokens shown, as logprob listings want it."""
         return self._decode([token_id], skip_special=False)
+
+    def grammars(self, end_token_ids: Collection[int], vocab_size: int) -> Grammars:
+        """Grammars of answers in this tokenizer's tokens."""
+        return Grammars(self._tokenizer, end_token_ids, vocab_size)
 
     def _decode(self, token_ids: list[int], *, skip_special: bool) -> str:
         text: str = self._tokenizer.decode(
@@ -67,20 +78,26 @@ class Tokenizer:
         )
         return text
 
-    def apply_chat(
-        self, messages: Sequence[Mapping[str, str]], context_length: int | None = None
-    ) -> list[int]:
-        """Token ids of a conversation with the assistant's turn opened; RequestError where it has none.
+    @property
+    def chat_template(self) -> str:
+        """The text of the chat template, "" where there is none."""
+        return "" if self._template is None else self._template.template
+
+    def apply_chat(self, conversation: Conversation, context_length: int | None = None) -> list[int]:
+        """Token ids of a conversation; RequestError where the model has no chat template.
 
         The same where the text is none, as in `encode`, and where the template fails or does not end in time.
         """
         if self._template is None:
             raise RequestError("the model has no chat template; use completions")
         try:
-            text = self._template.render(messages)
+            text = self._template.render(conversation.messages, conversation.variables())
         except TemplateError as error:
             raise RequestError(f"messages: the chat template {error}") from error
-        return self._encode(text, context_length, add_special_tokens=False)
+        if conversation.continues_last:
+            text = _up_to_the_end_of(conversation.messages[-1], text)
+        add_special = conversation.add_special_tokens
+        return self._encode(text, context_length, add_special_tokens=add_special)
 
     def _encode(self, text: str, context_length: int | None, *, add_special_tokens: bool) -> list[int]:
         if not text.isascii():
@@ -105,36 +122,58 @@ def _template_of(tokenizer: Any) -> ChatTemplate | None:
         template = tokenizer.get_chat_template()
     except ValueError:
         return None
-    variables = {"tools": None, "documents": None, "add_generation_prompt": True}
+    variables = {"tools": None, "documents": None}
     return ChatTemplate(template, variables | tokenizer.special_tokens_map)
 
 
+def _up_to_the_end_of(message: Mapping[str, Any], text: str) -> str:
+    """A rendered conversation without what the template puts behind its last message."""
+    content = str(message.get("content") or "").strip()
+    start = text.rfind(content)
+    if not content or start < 0:
+        raise RequestError(
+            "continue_final_message: the chat template does not show the last message as it is"
+        )
+    return text[: start + len(content)]
+
+
 class TextStream:
-    """The text of one growing answer: pieces that are final, cut before the first stop string.
+    """The text of one growing answer: pieces that are final, cut before the first stop string, or behind it.
 
     Text is held back while it may be part of an unfinished character or the beginning of a stop string.
     Cost per token: the tokens since the last finished piece, at most about `MOST_PENDING`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        *,
+        includes_stop: bool = False,
+        shows_special: bool = False,
+    ):
+        self._decode = tokenizer.decode_all if shows_special else tokenizer.decode
         self._stop = tuple(stop)
+        self._includes_stop = includes_stop
         self._token_ids: list[int] = []
         self._before = 0  # tokens [before, shown) give the context that tokens from shown on are decoded in
         self._shown = 0
         self._held = ""
         self.stopped = False
 
-    def push(self, token_id: int) -> str:
-        """New final text after one more token; sets `stopped` when a stop string is complete."""
+    def push(self, token_id: int, *, may_stop: bool = True) -> str:
+        """New final text after one more token; sets `stopped` when a stop string is complete, if it may."""
         if self.stopped:
             raise Misuse("a token after a stop string")
         self._token_ids.append(token_id)
         piece = self._decode_new(final=False)
+        if not may_stop:
+            text, self._held = self._held + piece, ""
+            return text
         return self._release(piece) if piece else ""
 
     def finish(self) -> str:
-        """What was held back, at the end of the answer; nothing after a stop string."""
+        """The text held back, at the end of the answer; nothing after a stop string."""
         if self.stopped:
             return ""
         text = self._release(self._decode_new(final=True))
@@ -144,15 +183,15 @@ class TextStream:
         return text
 
     def _decode_new(self, final: bool) -> str:
-        old = self._tokenizer.decode(self._token_ids[self._before : self._shown])
-        new = self._tokenizer.decode(self._token_ids[self._before :])
+        old = self._decode(self._token_ids[self._before : self._shown])
+        new = self._decode(self._token_ids[self._before :])
         if not final and (len(new) <= len(old) or new.endswith(_UNFINISHED)):
             return self._cut_short(old) if len(self._token_ids) - self._shown >= MOST_PENDING else ""
         self._before, self._shown = self._shown, len(self._token_ids)
         return new[len(old) :]
 
     def _cut_short(self, old: str) -> str:
-        """What is final of a long run that shows nothing yet.
+        """The final part of a long run that shows no text yet.
 
         Tokens without text, special ones, are forgotten first (a space by itself may show none, two do). In
         front of an unfinished character is a finished one, a few tokens
@@ -160,13 +199,13 @@ class TextStream:
         begin a character.
         """
         pending = self._token_ids[self._shown :]
-        kept = [token for token in pending if self._tokenizer.decode([token, token])]
+        kept = [token for token in pending if self._decode([token, token])]
         if len(kept) < len(pending):
             self._token_ids[self._shown :] = kept
             return ""
         end = len(self._token_ids)
         for stop in range(end - 1, end - 1 - CHARACTER_TOKENS, -1):
-            new = self._tokenizer.decode(self._token_ids[self._before : stop])
+            new = self._decode(self._token_ids[self._before : stop])
             if not new.endswith(_UNFINISHED):
                 break
         if len(new) <= len(old):
@@ -180,10 +219,16 @@ class TextStream:
         found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
         if found:
             self.stopped, self._held = True, ""
-            return text[: min(found)]
+            return text[: self._end_behind(text, min(found))]
         keep = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
+
+    def _end_behind(self, text: str, at: int) -> int:
+        """Where the answer ends whose stop string begins at `at`."""
+        if not self._includes_stop:
+            return at
+        return at + min(len(stop) for stop in self._stop if text.startswith(stop, at))
 
 
 def _overlap(text: str, stop: str) -> int:

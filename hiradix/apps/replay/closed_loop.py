@@ -1,9 +1,10 @@
 """Agents against one server with the real cache: who waits how long for the first token.
 
 Time is simulated, the cache is not (see `simulated_cache`), and neither is who is served next: the policies
-of `hiradix.policy.admission`. The server fetches, loads and computes for one request at a time, chunk by
-chunk, and asks the policy after each; answers are decoded beside that, at a rate of their own. An answer's
-pages are held until its end and are not cached.
+of `hiradix.policy.admission`, which the engines' own `AdmissionController` tells of the requests. The server
+fetches, loads and computes for one request at a time, chunk by chunk, and asks who is next after each;
+answers are decoded beside that, at a rate of their own. An answer's pages are held until its end and are not
+cached.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +24,8 @@ from hiradix.apps.replay.timing import Machine
 from hiradix.apps.traces.crowd import Agent, Turn
 from hiradix.apps.traces.sessions import BLOCK
 from hiradix.errors import ConfigError, Misuse
-from hiradix.policy.admission import AdmissionPolicy, WaitingRequest
-from hiradix.policy.continuations import Continuations
+from hiradix.policy.admission import AdmissionPolicy
+from hiradix.policy.admission_controller import AdmissionController
 from hiradix.policy.uses import Finished
 from hiradix.tree import Lock, Pages, RadixKey, Tier
 
@@ -56,7 +58,7 @@ class ServerRates:
 
 @dataclass(slots=True)
 class AgentCall:
-    """A request from its arrival to its answer's end. left_s: of its service; None: it has not begun."""
+    """A request from its arrival to its answer's end. remaining_s: of its service; None: it has not begun."""
 
     agent: int
     turn: int
@@ -67,7 +69,7 @@ class AgentCall:
     num_answer: int
     priced_at: int = -1
     price_s: float = 0.0
-    left_s: float | None = None
+    remaining_s: float | None = None
     lock: Lock | None = None
     done: Lock | None = None
     pages: Pages | None = None
@@ -111,8 +113,14 @@ class ClosedLoop:
     ):  # fmt: skip
         self.agents, self.server, self.policy = agents, server, policy
         self.simulated = SimulatedCache(eviction, tiers, BLOCK)
-        self._continuations = Continuations() if is_anonymous else None
-        self._active: set[str] = set()
+        self._is_anonymous = is_anonymous
+        self._controller = AdmissionController(
+            policy,
+            lambda num_tokens: server.price_s(-(-num_tokens // BLOCK), 0, 0),
+            lambda rid: self._price_s(self._waiting[rid]),
+            lambda: self._now_s,
+            is_preemptive=True,
+        )
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._num_events = 0
         self._now_s = 0.0
@@ -175,32 +183,27 @@ class ClosedLoop:
     def _arrive(self, agent: int, turn: int) -> None:
         what = self.agents[agent].turns[turn]
         rid = f"{self.agents[agent].name}/{turn}"
-        session = self._session_of(agent, rid, what)
-        call = AgentCall(agent, turn, what, session, self._now_s, RadixKey(what.blocks), _answer_blocks(what))
-        self._waiting[rid] = call
-        num_blocks = len(what.blocks)
-        cold_s, footprint = self.server.price_s(num_blocks, 0, 0), (num_blocks + call.num_answer) * BLOCK
-        self.policy.add(WaitingRequest(rid, session, self._now_s, cold_s, footprint))
-
-    def _session_of(self, agent: int, rid: str, what: Turn) -> str:
-        if self._continuations is None:
-            return self.agents[agent].name
-        session = self._continuations.session_of(what.blocks.tolist(), rid, self._active)
-        self._active.add(session)
-        return session
+        said: dict[str, Any] = {"session": self.agents[agent].name}
+        if self._is_anonymous:
+            said = {"names": what.blocks.tolist()}
+        num_tokens = len(what.blocks) * BLOCK
+        self._controller.add(rid, num_tokens, _answer_blocks(what) * BLOCK, **said)
+        session = self._controller.session_of(rid)
+        self._waiting[rid] = AgentCall(
+            agent, turn, what, session, self._now_s, RadixKey(what.blocks), _answer_blocks(what)
+        )
 
     def _serve(self) -> None:
         """Give the server to whoever is next and has room; ask again later where nobody may go."""
-        prices = {rid: self._price_s(call) for rid, call in self._waiting.items()}
-        for rid in self.policy.order(self._now_s, prices):
+        for rid in self._controller.order():
             call = self._waiting[rid]
-            if call.left_s is None and not self._start(rid, call):
+            if call.remaining_s is None and not self._start(rid, call):
                 continue
-            left_s = call.left_s or 0.0
-            now_s = min(left_s, self.server.chunk_tokens / self.server.machine.prefill_rate)
-            call.left_s = left_s - now_s
+            remaining_s = call.remaining_s or 0.0
+            now_s = min(remaining_s, self.server.chunk_tokens / self.server.machine.prefill_rate)
+            call.remaining_s = remaining_s - now_s
             self._is_busy = True
-            self._at(self._now_s + now_s, partial(self._served, rid, call))
+            self._at(self._now_s + now_s, partial(self._served, rid, call, now_s))
             return
         if not self._will_ask:
             self._will_ask = True
@@ -210,36 +213,38 @@ class ClosedLoop:
         self._will_ask = False
         self._held_s += 0.0 if self._is_busy else ASK_AGAIN_S
 
-    def _served(self, rid: str, call: AgentCall) -> None:
+    def _served(self, rid: str, call: AgentCall, seconds: float) -> None:
         """A chunk was computed; with the last one the first token is there."""
         self._is_busy = False
-        if (call.left_s or 0.0) > _ANSWERED_S:
+        self._controller.served(rid, seconds)
+        if (call.remaining_s or 0.0) > _ANSWERED_S:
             return
         del self._waiting[rid]
         due_s = self.policy.waiting[rid].deadline_s - call.arrived_s
-        self.policy.computed(rid, call.price_s)
+        self._controller.first_token(rid)
         self._waits.append((self._now_s - call.arrived_s, due_s))
         self._share(call)
-        self._at(self._now_s + call.what.output_tokens / self.server.decode_rate, partial(self._end, call))
+        self._at(
+            self._now_s + call.what.output_tokens / self.server.decode_rate, partial(self._end, rid, call)
+        )
 
-    def _end(self, call: AgentCall) -> None:
+    def _end(self, rid: str, call: AgentCall) -> None:
         """The answer is whole."""
         agent = self.agents[call.agent]
         self._release(call)
-        self._active.discard(call.session)
-        self.policy.end(call.session, self._now_s, call.what.stop)
+        self._controller.end(rid, call.what.stop, call.what.output_tokens)
         if call.turn + 1 < len(agent.turns):
             self._at(self._now_s + call.what.think_s, partial(self._arrive, call.agent, call.turn + 1))
-        elif self._continuations is None:
-            self.policy.forget(call.session)
+        elif not self._is_anonymous:
+            self._controller.forget(call.session)
             self._note_left()
 
     # -- the cache --------------------------------------------------------------------------
 
     def _price_s(self, call: AgentCall) -> float:
         """Seconds to its first token. Looked up again only where pages have come or gone."""
-        if call.left_s is not None:
-            return call.left_s
+        if call.remaining_s is not None:
+            return call.remaining_s
         counters = self.simulated.cache.counters
         at = counters.evicted_device + counters.evicted_host + counters.loaded
         if call.priced_at != at:
@@ -263,7 +268,7 @@ class ClosedLoop:
         short = total - hold.node.end
         has_room = short <= cache.supply.device_room()
         if has_room:
-            self.policy.start(rid, self._now_s)
+            self._controller.start(rid)
             self._left.pop(call.session, None)
             self._note_left()
             self._drop_left(short - simulated.device.available)
@@ -291,7 +296,7 @@ class ClosedLoop:
     def _count(self, call: AgentCall, on_device: int, found: int, fetched: int) -> None:
         stored = min(fetched, found - on_device)
         host, missing = found - on_device - stored, len(call.key) - found
-        call.price_s = call.left_s = self.server.price_s(missing, host, stored)
+        call.price_s = call.remaining_s = self.server.price_s(missing, host, stored)
         self._num_blocks += len(call.key)
         for tier, count in (("device", on_device), ("host", host), ("storage", stored)):
             self._hits[tier] += count
@@ -311,7 +316,7 @@ class ClosedLoop:
         if call.lock is None or call.done is None or call.pages is None:
             raise Misuse("an answer without a prompt")
         simulated, tree = self.simulated, self.simulated.tree
-        named = "" if self._continuations else call.session
+        named = "" if self._is_anonymous else call.session
         ended = Finished(len(call.key) * BLOCK, call.what.output_tokens, session=named, stop=call.what.stop)
         simulated.cache.finished(call.key, call.done.node, ended)
         simulated.settle()

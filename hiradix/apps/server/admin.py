@@ -13,7 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from hiradix.apps.server import audit
-from hiradix.apps.server.schema import ApiError, first_error, read_json
+from hiradix.apps.server.intake import read_json
+from hiradix.apps.server.schema import ApiError, first_error
 from hiradix.apps.server.service import NO_HOST_TIER, AdminResult, AttachRequest, Service
 from hiradix.config import HiCacheConfig
 from hiradix.settings import redact
@@ -55,7 +56,7 @@ class AttachBody(BaseModel):
 
 @dataclass(frozen=True)
 class StorageView:
-    """What GET /hicache/storage-backend shows; secrets in the extra config are replaced by '***'."""
+    """The answer of GET /hicache/storage-backend; secrets in the extra config are replaced by '***'."""
 
     hicache_storage_backend: str | None
     hicache_storage_backend_extra_config: str | None
@@ -196,7 +197,7 @@ class Admin:
         return _storage_answer("attach", result)
 
     def _wanted(self, body: AttachBody) -> Wanted:
-        """What it asks for. Raises AttachRefused where that is not permitted."""
+        """The storage it asks for. Raises AttachRefused if that is not permitted."""
         if body.name is not None:
             return self._rules.named(body.name)
         backend, text = body.hicache_storage_backend or "", body.hicache_storage_backend_extra_config_json

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AppSettings:
-    """What the application needs beside the engine. `extra_config_text`: the flag's text, to show.
+    """The application's settings beside the engine. `extra_config_text`: the flag's text, to show.
 
     attach: what may be attached over HTTP beside that of the start. pages: whose web pages may ask, and by
     which names of this server. needs_salt: requests say whose cache they use.

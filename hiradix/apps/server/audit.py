@@ -1,4 +1,4 @@
-"""Who administers the server: a line in the log for each act and for each key that is refused.
+"""The audit log: a line for each administrative act and for each key that is refused.
 
 Lines of `hiradix.audit` are written at every `--log-level`. They have the peer's address and no part of any
 key.

@@ -21,7 +21,7 @@ NO_ADMIN_KEY = (
 
 
 class Level(enum.Enum):
-    """What a path asks of the caller."""
+    """The access that a path requires."""
 
     NORMAL = "normal"  # the api key, where one is set
     HINT = "hint"  # the same, or the admin key
@@ -55,7 +55,7 @@ class Keys:
 
 @dataclass(frozen=True)
 class Caller:
-    """Who sent a request, as its key says. tenant: whose pages it may share, None for everybody's."""
+    """The sender of a request, by its key. tenant: whose pages it may share; None: everybody's."""
 
     tenant: str | None = None
     is_admin: bool = False

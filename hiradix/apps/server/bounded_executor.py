@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def off_loop(work: Callable[[], T]) -> asyncio.Future[T]:
-    """What `work` gives, from a daemon thread of its own."""
+    """Run `work` on a daemon thread of its own, and return its result."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -42,7 +42,8 @@ class BoundedExecutor:
         self._left = most
 
     async def run(self, work: Callable[[], T], timeout_s: float) -> T:
-        """What `work` gives. EngineBusy when too much waits, TimeoutError after `timeout_s`."""
+        """Run `work` on one of the threads, and return its result. EngineBusy when too much waits, TimeoutError
+        after `timeout_s`."""
         if self._left <= 0:
             raise EngineBusy(f"{self._name}: too many wait; try again later")
         self._left -= 1

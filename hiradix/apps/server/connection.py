@@ -80,7 +80,7 @@ class StrictHTTP(h11.Connection):
     other."""
 
     status = 400
-    """What the request that was refused is answered with."""
+    """The answer to a request that was refused."""
 
     def next_event(self) -> Any:
         if self.their_state is h11.IDLE:

@@ -210,7 +210,7 @@ class EngineService:
 
 
 def _storage_of(engine: Engine) -> AttachedStorage:
-    """What attaches storage to the engine's cache, which has a host tier: that was asked before."""
+    """Attaches storage to the engine's cache, which must have a host tier."""
     return engine.cache.attached
 
 

@@ -5,7 +5,7 @@ The settings of engine and cache stand where these are configured, those of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from hiradix.settings import (
     shown_default,
     shown_values,
 )
+from hiradix.sources import CONFIG
 
 Status = Literal["implemented", "accepted", "refused"]
 MAX_SHUTDOWN_TIMEOUT_S = 3600.0
@@ -53,15 +54,10 @@ class Flag:
 
     @property
     def default(self) -> Any:
-        """What argparse takes where the flag is not given; None where that is found out later."""
+        """The value where nobody says one; None where that is found out later."""
         one = self.setting
         unknown = one.default_text or one.default == "" or one.default is REQUIRED or callable(one.default)
         return None if unknown else one.default
-
-    @property
-    def parse(self) -> Callable[[str], Any]:
-        """What argparse makes the value with."""
-        return {Type.INTEGER: int, Type.NUMBER: float, Type.SECONDS: float}.get(self.setting.type, str)
 
 
 def _flag(name: str, type: Type, default: Any, text: str, **more: Any) -> Flag:
@@ -77,6 +73,7 @@ def _refused(name: str, reason: str, value: bool = False) -> Flag:
 
 
 _SERVER: tuple[Flag, ...] = (
+    Flag(CONFIG),
     Flag(setting_of(EngineConfig, "model_path")),
     Flag(setting_of(HiCacheConfig, "served_model_name")),
     _flag("host", Type.TEXT, "127.0.0.1",
@@ -85,11 +82,11 @@ _SERVER: tuple[Flag, ...] = (
           maximum=MAX_PORT),
     _flag("api_key", Type.SECRET, None,
           "Bearer key that every request needs, but /health, /ready and /metrics.",
-          metavar="KEY", env="HIRADIX_API_KEY"),
+          metavar="KEY"),
     _flag("admin_api_key", Type.SECRET, None,
           "Bearer key for the admin endpoints; without it runtime attach, detach and clearing storage are "
           "off.",
-          metavar="KEY", env="HIRADIX_ADMIN_API_KEY"),
+          metavar="KEY"),
     _flag("api_key_file", Type.FILE, None, "File with the api key; or the variable HIRADIX_API_KEY.",
           metavar="FILE"),
     _flag("admin_api_key_file", Type.FILE, None,
@@ -99,13 +96,15 @@ _SERVER: tuple[Flag, ...] = (
           "share no page; SIGHUP reads it again.", metavar="FILE"),
     _flag("require_cache_salt", Type.BOOL, False,
           "Requests without cache_salt are refused, but those of a tenant's key."),
-    _flag("attachable", Type.LIST, (),
+    _flag("attachable", Type.STORES, dict,
           "Prepared configuration that PUT /hicache/storage-backend attaches by its NAME: a JSON object, or "
-          "@path to a .json, .toml or .yaml file, with `backend` and that backend's keys. May be repeated.",
+          "@path to a .json, .toml or .yaml file, with `backend` and that backend's keys. May be repeated; "
+          "elsewhere an object of these by name.",
           metavar="NAME=JSON|@FILE"),
     _flag("attach_allow", Type.LIST, (),
           "What else may be attached over HTTP: backend=NAME[,path=FOLDER][,host=HOST[:PORT]][,file=FILE]"
-          "[,url=s3://BUCKET/PREFIX]; see docs/http-api.md. May be repeated.", metavar="RULE"),
+          "[,url=s3://BUCKET/PREFIX]; see docs/http-api.md. May be repeated; in a variable with ; between.",
+          metavar="RULE"),
     _flag("log_level", Type.TEXT, "info", "Verbosity of the log.",
           choices=("debug", "info", "warning", "error")),
     _flag("keep_alive_timeout", Type.SECONDS, 75.0,
@@ -185,6 +184,10 @@ SECTIONS: dict[str, tuple[Flag, ...]] = {
     "Refused": _REFUSED,
 }
 FLAGS: tuple[Flag, ...] = tuple(flag for flags in SECTIONS.values() for flag in flags)
+TABLE: tuple[Setting, ...] = tuple(flag.setting for flag in FLAGS if flag.status != "refused")
+"""What can be said by a flag, in the environment and in a file."""
+REFUSED: Mapping[str, str] = {flag.setting.name: flag.note for flag in FLAGS if flag.status == "refused"}
+"""Settings of SGLang's that there are not, and why."""
 
 
 def setting_of_flag(name: str) -> Setting:
@@ -196,7 +199,7 @@ def setting_of_flag(name: str) -> Setting:
 def flags_markdown() -> str:
     """The tables of `docs/flags.md`, one per section, in the order of the table above."""
     lines: list[str] = []
-    header = ["| flag | values | default | status | meaning |", "|---|---|---|---|---|"]
+    header = ["| flag | variable | values | default | status | meaning |", "|---|---|---|---|---|---|"]
     for section, flags in SECTIONS.items():
         lines += [f"## {section}", "", *header, *(_row(flag) for flag in flags), ""]
     return "\n".join(lines)
@@ -206,5 +209,6 @@ def _row(flag: Flag) -> str:
     one = flag.setting
     names = ", ".join(f"`{name}`" for name in (flag.name, *flag.aliases))
     values = {Type.BOOL: "switch", Type.LIST: "text, repeated"}.get(one.type) or shown_values(one)
+    variable = "" if flag.status == "refused" else f"`{one.variable}`"
     default = "" if flag.status == "refused" else "off" if one.type is Type.BOOL else shown_default(one)
-    return f"| {names} | {values} | {default} | {flag.status} | {flag.note} |".replace("|@", "\\|@")
+    return f"| {names} | {variable} | {values} | {default} | {flag.status} | {flag.note} |".replace("|@", "\\|@")

@@ -83,7 +83,7 @@ class Run:
 
 
 def _let_go(step: asyncio.Future[Output]) -> None:
-    """What came of a step that nobody waits for any more is nobody's error."""
+    """Retrieve the result of an abandoned step, so that its error is not reported as unhandled."""
     if not step.cancelled():
         step.exception()
 

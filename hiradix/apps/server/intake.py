@@ -1,14 +1,23 @@
-"""What comes in at one time: bodies that are read, parsed and tokenised."""
+"""Requests' bodies on their way in: read within a time and a size, parsed, tokenised; a cap on all at once."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+from starlette.requests import ClientDisconnect, Request
 
 from hiradix.apps.server.bounded_executor import BoundedExecutor
-from hiradix.apps.server.schema import MAX_BODY_BYTES, ApiError
+from hiradix.apps.server.schema import ApiError, parse_body, parse_json
 from hiradix.errors import Misuse
 
+MAX_BODY_BYTES = 32 * 1024 * 1024
+MAX_ADMIN_BODY_BYTES = 256 * 1024
+BODY_TIMEOUT_S = 120.0
+CLIENT_CLOSED_REQUEST = 499
 MAX_BYTES = 4 * MAX_BODY_BYTES
 FREE_BYTES = 64 * 1024
 """Bytes of each body that the cap on all bodies does not count: short requests pass while long ones wait."""
@@ -19,6 +28,7 @@ MAX_PARSED = 1024
 TOKENISE_TIMEOUT_S = 60.0
 
 T = TypeVar("T")
+Body = TypeVar("Body", bound=BaseModel)
 Encode = Callable[[], Sequence[int]]
 
 
@@ -33,7 +43,7 @@ class Intake:
         self._large = BoundedExecutor("long prompts to tokenise", 1, 8)
 
     def body(self) -> BodyShare:
-        """What one body holds, as a context."""
+        """A context that counts the bytes of one body."""
         return BodyShare(self)
 
     def take(self, num_bytes: int) -> None:
@@ -52,11 +62,13 @@ class Intake:
             raise Misuse(f"{self.num_bytes} bytes are held")
 
     async def parse(self, do: Callable[[], T], num_bytes: int) -> T:
-        """What `do` gives, which parses that many bytes: many beside the event loop, a body at a time."""
+        """Run `do`, which parses `num_bytes`, and return its result: a long body on another thread, one at a
+        time."""
         return do() if num_bytes <= FREE_BYTES else await self._bodies.run(do, PARSE_TIMEOUT_S)
 
     async def tokenise(self, encode: Encode, num_chars: int) -> Sequence[int]:
-        """What `encode` gives, from another thread. EngineBusy or TimeoutError if there is too much of it."""
+        """Run `encode` on another thread, and return the tokens. EngineBusy or TimeoutError if too much
+        waits."""
         executor = self._large if num_chars > LARGE_CHARS else self._small
         return await executor.run(encode, TOKENISE_TIMEOUT_S)
 
@@ -83,5 +95,38 @@ class BodyShare:
             self._held += more
 
     async def work(self, do: Callable[[], T], num_bytes: int) -> T:
-        """What `do` gives, which parses the body."""
+        """Run `do`, which parses the body, and return its result."""
         return await self._intake.parse(do, num_bytes)
+
+
+async def read_json(request: Request) -> Any:
+    """An administrator's JSON body, short enough to be parsed on the event loop; ApiError otherwise."""
+    return parse_json(await _received(request))
+
+
+async def read_body(request: Request, model: type[Body], share: BodyShare) -> Body:
+    """The request's body as a checked record; ApiError naming the first field at fault. EngineBusy or
+    TimeoutError where too many bodies wait to be parsed."""
+    data = await _received(request, share)
+    return await share.work(partial(parse_body, data, model), len(data))
+
+
+async def _received(request: Request, share: BodyShare | None = None) -> bytes:
+    try:
+        return await asyncio.wait_for(_read(request, share), BODY_TIMEOUT_S)
+    except ClientDisconnect as error:
+        raise ApiError("the client left", status=CLIENT_CLOSED_REQUEST) from error
+    except TimeoutError as error:
+        raise ApiError(f"the body did not come within {BODY_TIMEOUT_S:g} s", status=408) from error
+
+
+async def _read(request: Request, share: BodyShare | None) -> bytes:
+    most = MAX_ADMIN_BODY_BYTES if share is None else MAX_BODY_BYTES
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > most:
+            raise ApiError(f"the body is larger than {most} bytes", status=413)
+        if share is not None:
+            share.grown_to(len(data))
+    return bytes(data)

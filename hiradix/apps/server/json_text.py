@@ -14,7 +14,7 @@ MAX_NESTED = 1 << 17
 
 
 def parse(data: bytes) -> Any:
-    """What the JSON text says. ValueError or RecursionError where it is none, or has too many values.
+    """The value of a JSON text. ValueError or RecursionError if it is no JSON or has too many values.
 
     Holds the interpreter lock for up to half a second with 32 MiB.
     """

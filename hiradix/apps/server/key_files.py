@@ -1,14 +1,13 @@
-"""Where keys come from: the command line, a file, or the environment; and the file of keys by tenant."""
+"""Keys of the server: each is said as it is or by a file of it; and the file of keys by tenant."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 
-from hiradix.apps.server.flag_table import setting_of_flag
-from hiradix.config import read_small_file
+from hiradix.config_files import read_small_file
 from hiradix.errors import ConfigError
+from hiradix.sources import Resolved
 
 MAX_KEYS = 10_000
 _COMMENT = re.compile(r"(^|\s)#.*")
@@ -22,28 +21,27 @@ def checked_key(where: str, value: str) -> str:
     return value
 
 
-def choose_key(
-    flag: str, given: str | None, path: str | None, environment: Mapping[str, str]
-) -> tuple[str | None, tuple[str, ...]]:
-    """The key of `flag`, `flag`-file or the environment, in this order, and notes for the start.
+def choose_key(found: Resolved, name: str) -> tuple[str | None, tuple[str, ...]]:
+    """The key that the setting `name` says, or the file of `name`_file: whichever is said sooner (flags, then
+    the environment, then the file of settings); and notes of what is not used.
 
-    Raises ConfigError where flag and file are both given, or one of them is no key. A variable that is
-    empty is an
-    error: a server without a key is not what was meant.
+    Raises ConfigError where both are said by the same source, or what is said is no key.
     """
-    name = setting_of_flag(flag).env
-    if given is not None and path is not None:
-        raise ConfigError(f"{flag} and {flag}-file exclude each other: give one")
-    chosen = flag if given is not None else f"{flag}-file" if path is not None else None
-    notes = (f"{chosen} is given: {name} is not used",) if chosen is not None and name in environment else ()
-    if given is not None:
-        return checked_key(flag, given), notes
-    if path is not None:
-        text, more = read_secret_file(f"{flag}-file", path)
-        return checked_key(f"{flag}-file {path}", text.strip()), notes + more
-    if name not in environment:
+    both = [one for one in (name, f"{name}_file") if one in found.given]
+    if not both:
         return None, ()
-    return checked_key(name, environment[name].strip()), ()
+    first, *rest = sorted(both, key=found.source)
+    if rest and found.source(rest[0]) == found.source(first):
+        one, other = (found.table[setting].flag for setting in both)
+        raise ConfigError(f"{one} and {other} exclude each other: give one")
+    where = found.where(first)
+    unused = [found.where(other) for other in rest]
+    unused += [given.place for other in both for given in found.overruled.get(other, ())]
+    notes = tuple(f"{where} is given: {place} is not used" for place in unused)
+    if first == name:
+        return checked_key(where, found[name]), notes
+    text, more = read_secret_file(where, found[first])
+    return checked_key(f"{where} {found[first]}", text.strip()), notes + more
 
 
 def read_secret_file(flag: str, path: str) -> tuple[str, tuple[str, ...]]:

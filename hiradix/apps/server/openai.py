@@ -18,7 +18,7 @@ from hiradix.apps.engine.api import EngineBusy, Output, RequestError, SamplingPa
 from hiradix.apps.server.auth import caller_of
 from hiradix.apps.server.bounded_executor import BoundedExecutor
 from hiradix.apps.server.generation import ClientGone, Run, api_error, merged
-from hiradix.apps.server.intake import Intake
+from hiradix.apps.server.intake import CLIENT_CLOSED_REQUEST, Intake, read_body
 from hiradix.apps.server.metrics import RequestMetrics
 from hiradix.apps.server.render import (
     DONE,
@@ -30,7 +30,6 @@ from hiradix.apps.server.render import (
     usage_json,
 )
 from hiradix.apps.server.schema import (
-    CLIENT_CLOSED_REQUEST,
     DEFAULT_COMPLETION_TOKENS,
     MAX_NAME_CHARS,
     ApiError,
@@ -40,7 +39,6 @@ from hiradix.apps.server.schema import (
     MessageBody,
     Owner,
     SessionBody,
-    read_body,
     session_of,
 )
 from hiradix.apps.server.service import Generation, Service, TokenizerLike

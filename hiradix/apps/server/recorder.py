@@ -33,7 +33,7 @@ NAME_BYTES = 8
 MAX_BYTES = 256 << 20
 MAX_FILES = 1000
 COMPRESSED = (".xz", ".bz2", ".zip")
-"""What a recording cannot be: their compressors give no line away before many more have come."""
+"""Suffixes that a recording may not have: their compressors write no line before many more have come."""
 MAX_WAITING = 256
 """Requests that wait to be written; further ones are left out."""
 

@@ -1,4 +1,4 @@
-"""What clients do before there is a request: counted, and said in the log now and then."""
+"""Refusals of clients before there is a request: counted, and logged now and then."""
 
 from __future__ import annotations
 

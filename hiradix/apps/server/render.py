@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from hiradix.apps.engine.api import Output, TokenLogprob, Usage
 
@@ -56,22 +56,6 @@ def _token_name(text_of: TokenText, token_id: int) -> tuple[str, list[int] | Non
     if not text or "\ufffd" in text:
         return f"token_id:{token_id}", None
     return text, list(text.encode())
-
-
-class Renderer(Protocol):
-    """One response shape. `choice` makes a stream chunk's choice, `message` a whole answer's."""
-
-    kind: str
-    chunk_kind: str
-
-    def opening(self) -> list[Json]:
-        """Choices sent before the first output, [] for none."""
-
-    def choice(self, output: Output) -> Json:
-        """The choice of one chunk."""
-
-    def message(self, output: Output) -> Json:
-        """The choice of a complete answer."""
 
 
 def _extras(envelope: Envelope, output: Output) -> Json:
@@ -150,3 +134,8 @@ class CompletionRenderer:
         top = [{_token_name(text_of, t)[0]: value for t, value in item.top} for item in output.logprobs]
         values = [item.logprob for item in output.logprobs]
         return {"tokens": names, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
+
+
+Renderer = ChatRenderer | CompletionRenderer
+"""One response shape, of one answer. `opening`: choices sent before the first output. `choice`: that of one
+stream chunk, with `chunk_kind`. `message`: that of a whole answer, with `kind`."""

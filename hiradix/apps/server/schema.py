@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from hiradix.apps.engine.api import SamplingParams, Scope
 from hiradix.apps.server.json_text import parse
 from hiradix.tree.key import ADAPTER
 
-MAX_BODY_BYTES = 32 * 1024 * 1024
-MAX_ADMIN_BODY_BYTES = 256 * 1024
-BODY_TIMEOUT_S = 120.0
 MAX_ERRORS = 1000
 MAX_NAME_CHARS = 64  # what is shown of a field or a model that nobody knows
 MAX_STOP_CHARS = 4096  # what is kept of a request to its end is short but for its tokens
 DEFAULT_COMPLETION_TOKENS = 16
-CLIENT_CLOSED_REQUEST = 499
 
 # Fields of the OpenAI API that are accepted only where they change nothing.
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
@@ -260,50 +254,14 @@ class ChatBody(GenerationBody):
 
 
 _Body = TypeVar("_Body", bound=BaseModel)
-_T = TypeVar("_T")
 
 
-class Share(Protocol):
-    """What one body may cost."""
-
-    def grown_to(self, num_bytes: int) -> None:
-        """The body has that many bytes; ApiError where all bodies together are too large."""
-
-    async def work(self, do: Callable[[], _T], num_bytes: int) -> _T:
-        """What `do` gives, which reads a body of that many bytes. EngineBusy, TimeoutError."""
-
-
-async def _read(request: Request, share: Share | None) -> bytes:
-    most = MAX_ADMIN_BODY_BYTES if share is None else MAX_BODY_BYTES
-    data = bytearray()
-    async for chunk in request.stream():
-        data += chunk
-        if len(data) > most:
-            raise ApiError(f"the body is larger than {most} bytes", status=413)
-        if share is not None:
-            share.grown_to(len(data))
-    return bytes(data)
-
-
-async def _received(request: Request, share: Share | None = None) -> bytes:
-    try:
-        return await asyncio.wait_for(_read(request, share), BODY_TIMEOUT_S)
-    except ClientDisconnect as error:
-        raise ApiError("the client left", status=CLIENT_CLOSED_REQUEST) from error
-    except TimeoutError as error:
-        raise ApiError(f"the body did not come within {BODY_TIMEOUT_S:g} s", status=408) from error
-
-
-def _parsed(data: bytes) -> Any:
+def parse_json(data: bytes) -> Any:
+    """A JSON body's value; ApiError if it is none."""
     try:
         return parse(data)
     except (ValueError, RecursionError) as error:
         raise ApiError(f"the body is not valid JSON: {error}") from error
-
-
-async def read_json(request: Request) -> Any:
-    """An administrator's JSON body, short enough to be parsed on the event loop; ApiError otherwise."""
-    return _parsed(await _received(request))
 
 
 def _drop_neutral(values: dict[str, Any]) -> None:
@@ -343,14 +301,9 @@ def _field(entry: Any) -> str:
     return ".".join(names) if names else "body"
 
 
-async def read_body(request: Request, model: type[_Body], share: Share) -> _Body:
-    """The request's body as a checked record; ApiError naming the first field at fault."""
-    data = await _received(request, share)
-    return await share.work(partial(_checked, data, model), len(data))
-
-
-def _checked(data: bytes, model: type[_Body]) -> _Body:
-    values = _parsed(data)
+def parse_body(data: bytes, model: type[_Body]) -> _Body:
+    """A request's body as a checked record; ApiError naming the first field at fault."""
+    values = parse_json(data)
     if not isinstance(values, dict):
         raise ApiError("the body must be a JSON object")
     if len(values) > MAX_ERRORS:  # an error each, over half a second for half a million

@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from hiradix.apps.engine.api import EngineConfig
 from hiradix.apps.server.flags import ServeConfig, make_parser, parse_serve_args, tenants_of
 from hiradix.config import EXTRA_CONFIG_FLAG
 from hiradix.errors import CacheError, ConfigError
+from hiradix.sources import placed
 
 if TYPE_CHECKING:
     import uvicorn
@@ -57,13 +58,13 @@ class _Ending:
         self._timer: threading.Timer | None = None
 
     @property
-    def left_s(self) -> float:
+    def remaining_s(self) -> float:
         """Seconds that are left, infinite until a signal came."""
         return self._deadline_s - time.monotonic()
 
     def within(self, seconds: float) -> None:
         """Let it end so soon, or sooner where that was asked for before."""
-        if seconds >= self.left_s:
+        if seconds >= self.remaining_s:
             return
         self._deadline_s = time.monotonic() + seconds
         if self._timer is not None:
@@ -89,8 +90,10 @@ def serve(arguments: Sequence[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         make_parser().print_help()
         return 0
+    places: Mapping[str, str] = {}
     try:
         config = parse_serve_args(arguments)
+        places = config.places
         logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
         with _stop_on_signals():
             listener = bind(config.host, config.port)
@@ -101,7 +104,7 @@ def serve(arguments: Sequence[str]) -> int:
         line = start_up_line(error)
         if any(argument.startswith("--file-storage-path") for argument in arguments):
             line = line.replace(f"{EXTRA_CONFIG_FLAG}: file_storage_path", "--file-storage-path")
-        print(f"hiradix serve: error: {line}", file=sys.stderr)
+        print(f"hiradix serve: error: {placed(line, places)}", file=sys.stderr)
         return 2
     except _Stopped:
         return 0
@@ -221,7 +224,7 @@ def _run(service: EngineService, config: ServeConfig, listener: socket.socket) -
     ending.within(config.shutdown_timeout_s)  # where it was the engine that ended
     try:
         with _stop_on_signals():  # the loop took the handlers with it
-            if not service.close(max(ending.left_s, LEAST_CLOSE_S)):
+            if not service.close(max(ending.remaining_s, LEAST_CLOSE_S)):
                 logger.warning("the deadline passed before all transfers had ended")
     except _Stopped:
         logger.warning("stopped by a second signal before all transfers had ended")
@@ -335,7 +338,7 @@ def _make_server(service: EngineService, config: ServeConfig) -> uvicorn.Server:
 
 
 def start_line(service: EngineService, config: ServeConfig, listener: socket.socket) -> str:
-    """What is served where, with which cache: the line that says the server is ready."""
+    """The line that says the server is ready: model, address and cache."""
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     cache = config.engine.cache

@@ -1,4 +1,5 @@
-"""What the HTTP handlers need from an engine: records and one protocol, met by a scripted one too."""
+"""The engine as the HTTP handlers see it: records and one protocol, which tests' scripted engine implements
+too."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def packer(what: str, suffix: str) -> Packer:
 
 
 def unpacked_head(suffix: str, head: bytes) -> bytes:
-    """What a file with this suffix holds at first, by its first bytes. ConfigError if it is none."""
+    """The first bytes of a packed file, unpacked. ConfigError if it is not of the kind that its suffix says."""
     try:
         if suffix == ".gz":
             return zlib.decompressobj(_GZIP).decompress(head, 4096)
@@ -59,12 +59,12 @@ def read_gzip(data: bytes, most: int) -> tuple[bytes, bool]:
 
     zlib.error where it is damaged.
     """
-    parts, left, rest = [], most, data
-    while rest and left > 0:
+    parts, remaining, rest = [], most, data
+    while rest and remaining > 0:
         member = zlib.decompressobj(_GZIP)
-        parts.append(member.decompress(rest, left))
-        left -= len(parts[-1])
+        parts.append(member.decompress(rest, remaining))
+        remaining -= len(parts[-1])
         if not member.eof:
-            return b"".join(parts), left <= 0
+            return b"".join(parts), remaining <= 0
         rest = member.unused_data.lstrip(b"\0")  # padding, as of tapes
     return b"".join(parts), True

@@ -29,7 +29,7 @@ Read = TypeVar("Read")
 
 
 class Records(NamedTuple):
-    """What one text file holds. source: sha256 of its unpacked text. lines: numbers, records."""
+    """The records of one text file. source: sha256 of its unpacked text. lines: numbers, records."""
 
     path: Path
     source: str
@@ -41,7 +41,7 @@ class Records(NamedTuple):
         return self.path.name.split(".")[0]
 
     def read(self, read: Callable[[Record], Read]) -> Iterator[Read]:
-        """What `read` makes of each record. ConfigError names the file and the line that it refuses."""
+        """The result of `read` for each record. ConfigError names the file and the line that it refuses."""
         for number, record in self.lines:
             try:
                 yield read(record)
@@ -87,7 +87,7 @@ def _contents(path: Path) -> bytes:
 
 
 def _gzip(path: Path) -> bytes:
-    """What the file holds; of a recording that was cut off, what is there of it."""
+    """The file's records; of a recording that was cut off, the complete ones."""
     try:
         data, is_whole = read_gzip(path.read_bytes(), MAX_BYTES + 1)
     except (OSError, zlib.error) as error:

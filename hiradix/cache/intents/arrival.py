@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from typing import Final
 
 from hiradix.cache.intents.planner import Planner
-from hiradix.cache.waiting import on_device_only
+from hiradix.cache.reserved_room import on_device_only
 from hiradix.transfer import JobKind, Ticket
 from hiradix.tree import DEVICE, Node, RadixKey, Tier
 

@@ -16,7 +16,7 @@ from hiradix.cache.intents.job import Job
 from hiradix.cache.intents.planner import TIERS_BY_NAME, Planner
 from hiradix.cache.intents.selection import keys_of
 from hiradix.cache.intents.sessions import Sessions
-from hiradix.cache.waiting import HeldPages, fit
+from hiradix.cache.reserved_room import HeldPages, fit
 from hiradix.errors import Misuse
 from hiradix.intents import OPERATOR, Amount, Intent, IntentState
 from hiradix.intents.limits import IntentLimits

@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from hiradix.config import EXTRA_CONFIG_FLAG, ExtraConfig, load_mapping
+from hiradix.config import EXTRA_CONFIG_FLAG, ExtraConfig
+from hiradix.config_files import load_mapping
 from hiradix.errors import ConfigError
 from hiradix.settings import MAX_PORT, TEXTS, OverHttp, Setting, Type, redact
 from hiradix.storage.attach.tables import BACKEND_SETTINGS, KNOWN_KEYS, PERMITTABLE, settings_over_http

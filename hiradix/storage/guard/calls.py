@@ -37,14 +37,14 @@ class FlagsWithReason(list[bool]):
         number: int | None = None,
     ):
         super().__init__(flags)
-        left = self.count(False)
+        unexplained = self.count(False)
         self.reasons: dict[MissReason, int] = {}
         if isinstance(why, MissReason):
-            why = {why: left if number is None else number}
+            why = {why: unexplained if number is None else number}
         for reason, count in why.items():
-            if left and count > 0:
-                self.reasons[reason] = min(count, left)
-                left -= self.reasons[reason]
+            if unexplained and count > 0:
+                self.reasons[reason] = min(count, unexplained)
+                unexplained -= self.reasons[reason]
 
 
 def reasons_of(answer: Sequence[bool]) -> Mapping[MissReason, int]:
@@ -67,13 +67,13 @@ def as_answered(
     as many of a reason are passed on as pages that are still missing must have.
     """
     reasons = Counter({why: number for why, number in more.items() if number})
-    left = flags.count(False) - reasons.total()
-    for answer in answers if left else ():
+    unexplained = flags.count(False) - reasons.total()
+    for answer in answers if unexplained else ():
         made_up_for = max(0, answer.count(False) - flags.count(False))
         for why, number in reasons_of(answer).items():
-            number = min(left, max(0, number - made_up_for - reasons[why]))
+            number = min(unexplained, max(0, number - made_up_for - reasons[why]))
             reasons[why] += number
-            left -= number
+            unexplained -= number
     return FlagsWithReason(flags, reasons) if reasons.total() else flags
 
 
@@ -118,7 +118,7 @@ class Session:
         return self.deadline - self.clock()
 
     def run(self, work: Callable[[], T]) -> T:
-        """What `work` returns or raises. CallTimeout, without asking, when no time is left."""
+        """Run `work`; returns or raises what it does. CallTimeout, without running it, when no time is left."""
         if self.clock() > self.deadline:
             raise CallTimeout("no time left for the rest of the batch")
         try:

@@ -392,14 +392,14 @@ class GuardedStorage(PageStore):
         else:
             self._states.leave("damaged")
 
-    def _lands(self, op: Op) -> bool:
+    def _is_in_place(self, op: Op) -> bool:
         """Whether pages are filled in place, each checked as it comes."""
-        return op is Op.GET and self._traits.lands and not self._traits.verifies
+        return op is Op.GET and self._traits.in_place and not self._traits.verifies
 
     def _pieces(self, op: Op, sizes: Sequence[int]) -> list[range]:
         """The parts in which pages of such sizes go to the backend. A staged piece is filled while the backend
         has the one before: so the first of a put, which it waits for, is a short one."""
-        if self._direct is not None or self._lands(op):
+        if self._direct is not None or self._is_in_place(op):
             return chunks(sizes, DIRECT_PIECE_BYTES)
         wide = min(self._traits.width * max(sizes, default=0), WIDE_PIECE_BYTES)
         runs = chunks(sizes, max(self.limits.staging_bytes, wide))
@@ -536,8 +536,8 @@ class GuardedStorage(PageStore):
             for chunk in runs:
                 pages = moved.pages[chunk.start : chunk.stop]
                 moved.answered(chunk, session.run(work(chunk, pages)))
-        elif self._lands(op):
-            self._staged.land(session, moved, runs, work)
+        elif self._is_in_place(op):
+            self._staged.read_in_place(session, moved, runs, work)
         elif op is Op.GET:
             self._staged.read(session, moved, runs, work)
         else:

@@ -12,7 +12,7 @@ from hiradix.errors import Misuse
 from hiradix.storage.guard.calls import PageMove, ThreadSession
 from hiradix.storage.kit.call_threads import gather, scatter
 from hiradix.storage.kit.damaged_keys import DamagedKeys
-from hiradix.storage.kit.landing import Landing
+from hiradix.storage.kit.in_place import InPlacePage
 from hiradix.storage.kit.seal import REASONS, SEAL_BYTES, Sealer, Verdict
 from hiradix.storage.protocol import Page
 
@@ -50,21 +50,25 @@ class Staged:
         finally:
             self._take(moved, before)
 
-    def land(self, session: ThreadSession, moved: PageMove, runs: Sequence[range], work: Work) -> None:
-        """Read the chunks `runs` straight into the batch's pages. What is whole and good there when a fault
-        comes stays; nothing is written to them after this."""
+    def read_in_place(
+        self, session: ThreadSession, moved: PageMove, runs: Sequence[range], work: Work
+    ) -> None:
+        """Read the chunks `runs` straight into the batch's pages. Pages that are complete and pass the check
+        before a fault count; no page is written to after the return."""
         for chunk in runs:
             seals = memoryview(bytearray(len(chunk) * SEAL_BYTES))
-            landings = [
-                Landing([*moved.pages[index], seals[at * SEAL_BYTES : (at + 1) * SEAL_BYTES]], sealed=True)
+            targets = [
+                InPlacePage(
+                    [*moved.pages[index], seals[at * SEAL_BYTES : (at + 1) * SEAL_BYTES]], sealed=True
+                )
                 for at, index in enumerate(chunk)
             ]
             flags = [True] * len(chunk)
             try:
-                flags = moved.flags(chunk, session.run(work(chunk, landings)))
+                flags = moved.flags(chunk, session.run(work(chunk, targets)))
             finally:
-                whole = [landing.withdraw() for landing in landings]
-                self._look(moved, chunk, landings, [ok and all_came for ok, all_came in zip(flags, whole)])
+                whole = [target.withdraw() for target in targets]
+                self._look(moved, chunk, targets, [ok and all_came for ok, all_came in zip(flags, whole)])
 
     def write(self, session: ThreadSession, moved: PageMove, runs: Sequence[range], work: Work) -> None:
         """Store the chunks `runs`; bad pages that were read under their names are deleted before.
@@ -102,13 +106,15 @@ class Staged:
             if self._sealer is not None:
                 view[-SEAL_BYTES:] = self._sealer.seal(moved.keys[index], [payload])
 
-    def _look(self, moved: PageMove, chunk: range, landings: Sequence[Landing], came: Sequence[bool]) -> None:
-        """Check those that came."""
+    def _look(
+        self, moved: PageMove, chunk: range, targets: Sequence[InPlacePage], came: Sequence[bool]
+    ) -> None:
+        """Check the pages that came."""
         if self._sealer is None:
             raise Misuse("pages that are not checked passed the staging memory by")
-        for index, landing, ok in zip(chunk, landings, came):
+        for index, target, ok in zip(chunk, targets, came):
             if ok:
-                moved.ok[index] = self._is_good(moved, index, landing.check(moved.keys[index], self._sealer))
+                moved.ok[index] = self._is_good(moved, index, target.check(moved.keys[index], self._sealer))
 
     def _take(self, moved: PageMove, read: _Read | None) -> None:
         """Check what was read, and copy to the batch's pages what is good."""

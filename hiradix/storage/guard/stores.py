@@ -17,7 +17,7 @@ WhenJoined = Callable[[Any], None]
 
 
 class PageStore(ABC):
-    """What workers ask of the guarded store of one component. It answers, it never raises: a count of leading
+    """The guarded store of one component, as workers use it. It never raises: it answers a count of leading
     keys, or a flag for each page. Keys are a `Batch`, or a list of which nothing else is known."""
 
     @abstractmethod
@@ -71,7 +71,7 @@ class PageStore(ABC):
     @property
     @abstractmethod
     def troubles(self) -> Troubles:
-        """What its breakers have met."""
+        """The faults that its breakers have counted."""
 
     @abstractmethod
     def stats(self) -> Mapping[str, float]:

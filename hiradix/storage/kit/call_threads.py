@@ -68,8 +68,8 @@ class CallThread:
         return self._memory[which][:num_bytes]
 
     def run(self, work: Callable[[], T], timeout_s: float) -> T:
-        """What `work` returns or raises on the thread. CallTimeout: the call thread is no longer the
-        caller's."""
+        """Run `work` on the thread; returns or raises what it does. CallTimeout: the call thread is no longer
+        the caller's."""
         return cast(T, self.finish(self.start(work), timeout_s))
 
     def start(self, work: Callable[[], Any]) -> _Call:
@@ -245,10 +245,10 @@ def scatter(source: memoryview, page: Page) -> None:
 def fill_head(source: memoryview, page: Page) -> None:
     """Copy `source`, no longer than the page, to the page's beginning."""
     head: list[memoryview] = []
-    left = source.nbytes
+    remaining = source.nbytes
     for view in page:
-        head.append(view.cast("B")[:left])
-        left -= head[-1].nbytes
+        head.append(view.cast("B")[:remaining])
+        remaining -= head[-1].nbytes
     scatter(source, head)
 
 

@@ -30,7 +30,7 @@ class DamagedKeys:
                 self._keys.popitem(last=False)
 
     def take(self, keys: Sequence[str]) -> list[str]:
-        """Those of `keys` that have to be removed before they are put; they are forgotten here."""
+        """The keys among `keys` that must be deleted before they are put; they are forgotten here."""
         if not self._keys:
             return []
         with self._lock:

@@ -88,7 +88,7 @@ DEFAULT_ALGORITHM = XXH3_64 if _fast is not None else CRC32
 
 
 class Verdict(Enum):
-    """What a seal says about a page."""
+    """The verdict of a seal on a page."""
 
     GOOD = "good"
     DAMAGED = "damaged"  # these bytes are not what was stored

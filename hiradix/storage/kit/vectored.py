@@ -24,27 +24,27 @@ def read_into(fd: int, buffers: Sequence[Buffer], offset: int = 0, num_bytes: in
     done = preadv(fd, buffers, offset) if 0 < len(buffers) <= IOV_MAX else 0
     if done and done == (num_bytes or sum([memoryview(buffer).nbytes for buffer in buffers])):
         return done
-    left = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
-    _advance(left, done)
-    while left:
-        moved = preadv(fd, left[:IOV_MAX], offset + done)
+    pending = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+    _advance(pending, done)
+    while pending:
+        moved = preadv(fd, pending[:IOV_MAX], offset + done)
         if moved == 0:
             break
         done += moved
-        _advance(left, moved)
+        _advance(pending, moved)
     return done
 
 
 def write_from(fd: int, buffers: Sequence[Buffer], offset: int = 0) -> int:
     """Write all of `buffers` at `offset`; their bytes. Raises OSError."""
-    left = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+    pending = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
     done = 0
-    while left:
-        moved = pwritev(fd, _leading(left, WRITE_CALL_BYTES), offset + done)
+    while pending:
+        moved = pwritev(fd, _leading(pending, WRITE_CALL_BYTES), offset + done)
         if moved == 0:
             break
         done += moved
-        _advance(left, moved)
+        _advance(pending, moved)
     return done
 
 
@@ -59,12 +59,12 @@ def _leading(views: Sequence[memoryview], limit_bytes: int) -> list[memoryview]:
     return found
 
 
-def _advance(left: list[memoryview], moved: int) -> None:
+def _advance(pending: list[memoryview], moved: int) -> None:
     """Take `moved` bytes off the front."""
     num_whole = 0
-    while num_whole < len(left) and moved >= len(left[num_whole]):
-        moved -= len(left[num_whole])
+    while num_whole < len(pending) and moved >= len(pending[num_whole]):
+        moved -= len(pending[num_whole])
         num_whole += 1
-    del left[:num_whole]
+    del pending[:num_whole]
     if moved:
-        left[0] = left[0][moved:]
+        pending[0] = pending[0][moved:]

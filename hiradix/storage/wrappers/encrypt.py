@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from hiradix.config import read_small_file
+from hiradix.config_files import read_small_file
 from hiradix.errors import ConfigError
 from hiradix.storage.kit.call_threads import fill_head
 from hiradix.storage.kit.meters import MissReason

@@ -55,7 +55,7 @@ def coded_bytes(num_bytes: int, elements: str) -> int:
 
 
 class _Scratch:
-    """A thread's memory for one piece: temporaries would be new memory of the system's with each page."""
+    """A thread's memory for one piece, as fresh temporaries for each page would cost page faults."""
 
     def __init__(self) -> None:
         import torch
@@ -70,8 +70,8 @@ class _Scratch:
 _local = threading.local()
 
 
-def _own() -> _Scratch:
-    """The calling thread's."""
+def _scratch_of_thread() -> _Scratch:
+    """The calling thread's scratch memory."""
     own: _Scratch | None = getattr(_local, "scratch", None)
     if own is None:
         own = _local.scratch = _Scratch()
@@ -102,7 +102,7 @@ def _encode(values: torch.Tensor, codes: torch.Tensor, exponents: torch.Tensor) 
     """Fill `codes` and `exponents` of a piece."""
     import torch
 
-    num, scratch = len(values), _own()
+    num, scratch = len(values), _scratch_of_thread()
     whole = len(exponents) * BLOCK
     padded, sizes = scratch.values[:whole], scratch.sizes[:whole].view(-1, BLOCK)
     padded[:num].copy_(values)
@@ -147,7 +147,7 @@ def _decoded(codes: torch.Tensor) -> torch.Tensor:
     """
     import torch
 
-    num, scratch = len(codes), _own()
+    num, scratch = len(codes), _scratch_of_thread()
     values = scratch.values[:num]
     if int(torch.bitwise_or(codes, 0x80, out=scratch.codes[:num]).max()) == _NAN:
         return values.copy_(codes.view(torch.float8_e4m3fn))

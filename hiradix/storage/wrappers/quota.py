@@ -31,7 +31,7 @@ from hiradix.storage.wrappers.wrapper import Wrapper
 logger = logging.getLogger(__name__)
 
 SHOWN_TENANTS = 16
-"""Those with the most bytes have a figure of their own."""
+"""The tenants with the most bytes have a figure each in the statistics."""
 MAX_USES = 1 << 14
 """Reads remembered until somebody has to leave."""
 MOMENT_NS = 1_000_000_000

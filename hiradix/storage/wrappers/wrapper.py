@@ -102,7 +102,7 @@ class CodingWrapper(Wrapper):
 
     def __init__(self, inner: StorageBackend):
         super().__init__(inner)
-        self.traits = dataclasses.replace(self.traits, lands=False)
+        self.traits = dataclasses.replace(self.traits, in_place=False)
         self._lock = threading.Lock()
         self._num_damaged = 0
 

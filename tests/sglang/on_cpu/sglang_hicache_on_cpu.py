@@ -2,8 +2,8 @@
 
 torch.cpu's events and streams get CUDA's surface, host pools are not pinned, and the page copies of the
 `direct` io backend are torch calls; so use `--hicache-io-backend direct`. hiradix needs none of that. Norms with
-a gate are torch calls as well. The attention backend `torch_native` writes a hybrid pool's window slots but
-reads by the numbers of full slots: here it reads them where they are.
+a gate and Mamba 2 are torch calls as well. The attention backend `torch_native` writes a hybrid pool's window
+slots but reads by the numbers of full slots: here it reads them where they are.
 """
 
 import contextlib
@@ -100,6 +100,10 @@ def activate():
         _read_window_slots()
     with contextlib.suppress(ImportError, AttributeError):
         _gate_norms_in_torch()
+    with contextlib.suppress(ImportError, AttributeError):
+        from sgl_kernel.mamba2 import use
+
+        use()
 
 
 def _gate_norms_in_torch():

@@ -448,10 +448,10 @@ class DiskBackend(StorageBackend):
 
     def _retire_unreadable(self) -> None:
         """Locked."""
-        left = list(self._unreadable)
+        unreadable = list(self._unreadable)
         self._unreadable.clear()
         current = self._store.index.by_place
-        places = [e.place for e in left if e.place not in current or e.is_same(current[e.place])]
+        places = [e.place for e in unreadable if e.place not in current or e.is_same(current[e.place])]
         if places:
             self._store.retire(places)
 

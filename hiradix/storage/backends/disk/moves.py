@@ -226,10 +226,10 @@ class Aside:
     def finish(self) -> None:
         """Return when all is done; raises what work raised, after that."""
         faults: list[BaseException] = []
-        for ended, left in reversed(self._given):
+        for ended, work in reversed(self._given):
             if ended.cancel():
                 try:
-                    left.pop()()
+                    work.pop()()
                 except BaseException as error:  # the rest still looks at the owner's memory
                     faults.append(error)
         for ended, _ in self._given:
@@ -239,12 +239,12 @@ class Aside:
             raise faults[0]
 
 
-def _begin(ended: Future[None], left: list[Callable[[], None]]) -> None:
+def _begin(ended: Future[None], work: list[Callable[[], None]]) -> None:
     """Do the work that is left, unless its owner has; the queue holds it no longer."""
     if not ended.set_running_or_notify_cancel():
         return
     try:
-        left.pop()()
+        work.pop()()
     except BaseException as fault:
         ended.set_exception(fault)
     else:

@@ -1,4 +1,4 @@
-"""Probe of this directory and this kernel: which kinds of I/O work, found out by trying."""
+"""Probe: which kinds of I/O work in this directory on this kernel, found out by trying."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Abilities:
-    """The I/O that this file system allows. direct: O_DIRECT; cachestat: the page cache can be queried."""
+    """The kinds of I/O that work. engine: `io_uring` or `threads`. direct: O_DIRECT. cachestat: the kernel says
+    what is in its page cache."""
 
     io: PageIO
     engine: str
@@ -34,15 +35,15 @@ class Abilities:
 
 
 def choose(config: DiskConfig, read_only: bool = False) -> Abilities:
-    """The fastest way that works in `config.path`, or the one that was asked for.
+    """The fastest kind of I/O that works in `config.path`, or the configured one.
 
-    read_only: no file can be made there.
-    Raises ConfigError when what was asked for is not possible, OSError when nothing is.
+    read_only: no file can be created there. Raises ConfigError if the configured kind does not work, OSError if
+    none does.
     """
     with _probe(config.path, read_only) as path:
         engine = _engine(config, path)
         direct = config.direct is not False and _direct_works(engine, path)
-        cachestat = _asked(path)
+        cachestat = _has_cachestat(path)
     if config.direct and not direct:
         engine.close()
         raise ConfigError(f"{flag('direct_io')} on: {config.path} does not take O_DIRECT")
@@ -53,7 +54,7 @@ def choose(config: DiskConfig, read_only: bool = False) -> Abilities:
 
 @contextmanager
 def _probe(folder: Path, read_only: bool) -> Iterator[Path]:
-    """A file to read from: a new one, or where none can be made a segment, if there is one."""
+    """A file to try reads on: a new one, or an existing segment where none can be created."""
     if read_only:
         found = next(iter(sorted(folder.glob(f"segment-*{SUFFIX}"))), folder / LOG_NAME)
         if not found.exists():
@@ -109,7 +110,7 @@ def _reads(engine: IOEngine, path: Path, flags: int) -> bool:
         os.close(fd)
 
 
-def _asked(path: Path) -> bool:
+def _has_cachestat(path: Path) -> bool:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return kernel.has_cachestat(fd)

@@ -261,8 +261,8 @@ class DiskStore:
         for number in self._segments.numbers():
             if number not in segments:
                 self._segments.remove(number)
-        for left in (*self._config.path.glob("probe-*"), *self._config.path.glob("log.new")):
-            left.unlink(missing_ok=True)
+        for leftover in (*self._config.path.glob("probe-*"), *self._config.path.glob("log.new")):
+            leftover.unlink(missing_ok=True)
 
     def _allocated(self) -> int:
         """Bytes that count against the cap: segments, and the most that lock and log can take."""

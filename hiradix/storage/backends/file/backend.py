@@ -254,7 +254,7 @@ class FileBackend(StorageBackend):
             self._counts[name] += number
 
     def _use(self, batch: Batch, pages: Sequence[Page], ok: Sequence[bool], used_ns: Sequence[int]) -> None:
-        """Those pages of a call that are there were used then."""
+        """Note a use of the pages of a call that are there."""
         for key, page, good, at_ns, front in zip(batch, pages, ok, used_ns, batch.fronts()):
             if good:
                 self._room.use(key, footprint(SEAL_BYTES + page_bytes(page)), at_ns, front)

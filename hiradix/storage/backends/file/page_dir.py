@@ -1,4 +1,4 @@
-"""The directory of the `file` backend: names, temporary files, who writes, what is there.
+"""The directory of the `file` backend: names, temporary files, writers, and a scan of the pages.
 
     hiradix.lock                    the ledger
     writers/<writer>                one per process, locked (flock) for as long as it lives
@@ -37,7 +37,7 @@ def footprint(num_bytes: int) -> int:
 
 
 class PageDir:
-    """Paths and files below `root` for one fingerprint. Makes what it needs, unless it is `read_only`; raises
+    """Paths and files below `root` for one fingerprint. Creates its folders unless it is `read_only`. Raises
     OSError."""
 
     def __init__(self, root: Path, fingerprint: str, read_only: bool = False):
@@ -54,22 +54,22 @@ class PageDir:
             self.make()
 
     def make(self) -> None:
-        """Make what is missing of the folders."""
+        """Create the folders that are missing."""
         for folder in (self.root, self._tmp, self._writers):
             os.makedirs(folder, mode=0o700, exist_ok=True)
 
     # -- names --------------------------------------------------------------------------
 
     def path(self, name: str) -> str:
-        """The path of a page: `name` is one of our keys, or (with a slash) a path below root."""
+        """The path of a page. name: a key of this fingerprint, or (with a slash) a path below root."""
         if "/" in name:
             return os.path.join(self.root, name)
         fan = key_digest(name).hex()
         return f"{self._own}/{fan[0]}/{fan[1]}/{name}{SUFFIX}"
 
     def name(self, folder: str, file_name: str) -> str:
-        """What `path` knows a page's file as. One of ours in a folder that is another key's, where nobody
-        looks for it, goes by its path, like those of others."""
+        """The name of a page's file, the inverse of `path`: its key, or the path below root for pages of other
+        fingerprints and for files in the folder of another key, where no reader looks for them."""
         key, path = file_name[: -len(SUFFIX)], f"{folder}/{file_name}"
         is_ours = folder.startswith(self.namespace) and self.path(key) == os.path.join(self.root, path)
         return key if is_ours else path
@@ -102,14 +102,19 @@ class PageDir:
         """A descriptor to read a page from."""
         return os.open(self.path(key), _READ)
 
-    # -- who writes ---------------------------------------------------------------------
+    # -- writers ------------------------------------------------------------------------
 
     def enter(self) -> int:
-        """Sign in as a writer and remove what dead writers left; how many files. Call with the lock held."""
+        """Sign in as a writer, and remove the temporary files of dead writers. Returns how many. Call with the
+        lock held."""
         fd = os.open(os.path.join(self._writers, self._writer), _CREATE, 0o600)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._writer_fd = fd
-        live = {name for name in os.listdir(self._writers) if name == self._writer or not self._bury(name)}
+        live = {
+            name
+            for name in os.listdir(self._writers)
+            if name == self._writer or not self._remove_if_dead(name)
+        }
         stale = [name for name in os.listdir(self._tmp) if name.partition(".")[0] not in live]
         for name in stale:
             remove(os.path.join(self._tmp, name))
@@ -122,8 +127,8 @@ class PageDir:
             remove(os.path.join(self._writers, self._writer))
             os.close(fd)
 
-    def _bury(self, writer: str) -> bool:
-        """Whether that writer is dead: nobody holds its lock. Its sign-in is removed then."""
+    def _remove_if_dead(self, writer: str) -> bool:
+        """Whether a writer is dead, as nobody holds its lock. If so its sign-in is removed."""
         path = os.path.join(self._writers, writer)
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -138,11 +143,11 @@ class PageDir:
             os.close(fd)
         return True
 
-    # -- what is there ------------------------------------------------------------------
+    # -- pages --------------------------------------------------------------------------
 
     def scan(self) -> dict[str, LruEntry]:
-        """Every page of every fingerprint, by `name`; call with the lock held. Of a directory that is only
-        read those of our own: others' need no room, and we may have no right to look."""
+        """All pages by `name`, with their bytes and last use. Call with the lock held. A read-only directory
+        gives the pages of this fingerprint alone: others need no room, and may not be readable."""
         found: dict[str, LruEntry] = {}
         spaces = [self.namespace] if self._read_only else os.listdir(self.root)
         for space in filter(_SPACE.fullmatch, spaces):
@@ -178,8 +183,8 @@ def folders_of(space: str) -> Iterator[str]:
 
 
 def pages_below(root: str) -> Iterator[tuple[str, str, int, str]]:
-    """Fingerprint (32 hex digits), key and file length of every page, for those that only look; and, where
-    nobody looks for that key there, the file's path below root, else ""."""
+    """Every page of every fingerprint, for read-only tools: (fingerprint, 32 hex digits; key; file length; path
+    below root if it is misplaced, in a folder where no reader looks for its key, else "")."""
     for space in sorted(filter(_SPACE.fullmatch, os.listdir(root))):
         for folder, entry in _walk(root, space):
             if (status := _status(entry)) is not None:
@@ -190,7 +195,7 @@ def pages_below(root: str) -> Iterator[tuple[str, str, int, str]]:
 
 
 def _walk(root: str, folder: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Pages in `folder` below root and in all below it, each with its folder."""
+    """The pages in `folder`, a path below root, and in all folders below it: (folder, entry)."""
     try:
         with os.scandir(os.path.join(root, folder)) as found:
             entries = sorted(found, key=lambda entry: entry.name)
@@ -231,7 +236,7 @@ def _status(entry: os.DirEntry[str]) -> os.stat_result | None:
 
 
 def remove(path: str) -> bool:
-    """Unlink `path`; False when somebody else has done so. Of several callers exactly one gets True."""
+    """Unlink `path`. False if it is gone already: of several callers exactly one gets True."""
     try:
         os.unlink(path)
     except FileNotFoundError:

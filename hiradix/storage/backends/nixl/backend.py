@@ -99,7 +99,7 @@ class NixlObjects(S3Backend):
         if url.scheme != "s3":
             raise ConfigError(f"{flag('url')}: plugin OBJ needs s3://bucket/prefix, got {url.geturl()!r}")
         super().__init__(context)
-        self.traits = dataclasses.replace(self.traits, lands=False)
+        self.traits = dataclasses.replace(self.traits, in_place=False)
         self._numbers = itertools.count(1)
         self._root = "".join(f"{part}/" for part in (url.path.strip("/"), self._folder) if part)
         try:
@@ -139,7 +139,8 @@ class NixlObjects(S3Backend):
         return ok
 
     def _moved_plainly(self, write: bool, group: Sequence[tuple[str, Page]], failed: list[int]) -> list[bool]:
-        """What NIXL failed to move; StorageError only where it failed with the whole group, as in `s3`."""
+        """Move by plain requests the pages that NIXL failed to move. StorageError only where NIXL failed with
+        the whole group, as in `s3`."""
         items = [group[index] for index in failed]
         if items:
             with self._lock:

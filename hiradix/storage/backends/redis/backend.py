@@ -33,7 +33,7 @@ class RedisBackend(StorageBackend):
     """Stores pages as strings in Redis or Valkey. Raises ConfigError when the server cannot be used.
     Thread-safe."""
 
-    traits = Traits(namespaced=True, ragged=True, lands=True)
+    traits = Traits(namespaced=True, ragged=True, in_place=True)
 
     def __init__(self, context: StorageContext):
         self.config = config = RedisConfig.from_mapping(context.extra_config)

@@ -15,7 +15,7 @@ from hiradix.errors import StorageError
 from hiradix.storage.backends.redis.link import CLIENT_FAULTS
 from hiradix.storage.backends.redis.resp import NIL, Frame, ReplyError, RespStream, encode_around, number_in
 from hiradix.storage.kit.call_threads import fill_head
-from hiradix.storage.kit.landing import Landing
+from hiradix.storage.kit.in_place import InPlacePage
 from hiradix.storage.protocol import Page, fits, page_bytes
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Refusals:
 
 class SocketCommands:
     """One round trip a method: payload between the socket and the pages, no copy in between but that of a
-    `Landing`. Raises StorageError, OSError or redis.RedisError.
+    `InPlacePage`. Raises StorageError, OSError or redis.RedisError.
 
     ragged: values shorter than their page are read into its head.
     client: a `redis.Redis` or `RedisCluster`; its pools give the connections, connected and authenticated.
@@ -300,7 +300,7 @@ def _copied(reply: Any, page: Page, ragged: bool) -> bool:
         raise ReplyError(_error_text(reply))
     if not isinstance(reply, bytes) or not fits(len(reply), page, ragged):
         return False
-    if isinstance(page, Landing):
+    if isinstance(page, InPlacePage):
         page.begin(len(reply))
         return page.write(memoryview(reply))
     fill_head(memoryview(reply), page)

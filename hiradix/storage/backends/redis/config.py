@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from hiradix.config import read_small_file
+from hiradix.config_files import read_small_file
 from hiradix.errors import ConfigError
 from hiradix.settings import MAX_TIMEOUT_S, OPEN, Type, setting
 from hiradix.storage.kit.options import CHECKSUM, flag, parse_address, read_keys

@@ -12,12 +12,12 @@ import ssl
 from collections.abc import Callable, Sequence
 
 from hiradix.errors import StorageError
-from hiradix.storage.kit.landing import Landing
+from hiradix.storage.kit.in_place import InPlacePage
 from hiradix.storage.protocol import Page, fits, page_bytes
 
 _BUFFER_BYTES = 1 << 16
 _HEADER_BYTES = 64  # read ahead of a payload: more would be copied twice
-_LANDING_BYTES = 1 << 18  # stays in the processor's caches between the socket and the page
+_RECEIVE_BYTES = 1 << 18  # stays in the processor's caches between the socket and the page
 _WINDOW, _WINDOW_BYTES = 32, 16 << 20
 """Requests in flight of a batched GET, and bytes that these ask for (but two may always be): a server makes
 all replies that it is asked for before it sends them, and has the first no longer in its caches then."""
@@ -49,7 +49,7 @@ class RespStream:
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._start = self._end = 0
-        self._landing = memoryview(b"")
+        self._receive_buffer = memoryview(b"")
         self.error_codes: set[bytes] = set()
 
     @property
@@ -134,19 +134,19 @@ class RespStream:
         return [self._line(_BUFFER_BYTES) for _ in range(count)]
 
     def _send(self, parts: Sequence[memoryview]) -> None:
-        left = [part.cast("B") for part in parts if part.nbytes]
+        pending = [part.cast("B") for part in parts if part.nbytes]
         if isinstance(self._sock, ssl.SSLSocket):  # has no sendmsg
-            for part in left:
+            for part in pending:
                 self._sock.sendall(part)
             return
         at = 0
-        while at < len(left):
-            sent = self._sock.sendmsg(left[at : at + _IOV])
-            while at < len(left) and sent >= len(left[at]):
-                sent -= len(left[at])
+        while at < len(pending):
+            sent = self._sock.sendmsg(pending[at : at + _IOV])
+            while at < len(pending) and sent >= len(pending[at]):
+                sent -= len(pending[at])
                 at += 1
             if sent:
-                left[at] = left[at][sent:]
+                pending[at] = pending[at][sent:]
 
     def _line(self, read_ahead: int) -> bytes:
         searched = self._start
@@ -193,8 +193,8 @@ class RespStream:
             self._skip(length)
             self._end_of_bulk()
             return False
-        if isinstance(page, Landing):
-            self._land(page, length)
+        if isinstance(page, InPlacePage):
+            self._receive_in_place(page, length)
         else:
             for view in page:
                 part = view.cast("B")[:length]
@@ -212,7 +212,7 @@ class RespStream:
         if end != b"\r\n":
             raise StorageError(f"not the end of a bulk reply: {end!r}")
 
-    def _land(self, page: Landing, length: int) -> None:
+    def _receive_in_place(self, page: InPlacePage, length: int) -> None:
         """The next `length` bytes, and with the last of them the beginning of what comes behind."""
         page.begin(length)
         if self._start < self._end:
@@ -220,13 +220,13 @@ class RespStream:
             page.write(data)
             self._start += len(data)
             length -= len(data)
-        if length and not self._landing:
-            self._landing = memoryview(bytearray(_LANDING_BYTES))
+        if length and not self._receive_buffer:
+            self._receive_buffer = memoryview(bytearray(_RECEIVE_BYTES))
         while length:
-            received = self._receive(self._landing[: length + _HEADER_BYTES])
-            page.write(self._landing[: min(received, length)])
+            received = self._receive(self._receive_buffer[: length + _HEADER_BYTES])
+            page.write(self._receive_buffer[: min(received, length)])
             if received > length:
-                ahead = self._landing[length:received]
+                ahead = self._receive_buffer[length:received]
                 self._start, self._end = 0, len(ahead)
                 self._view[: len(ahead)] = ahead
                 return

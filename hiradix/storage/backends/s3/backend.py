@@ -22,7 +22,7 @@ from hiradix.storage.backends.s3.client import connect, error_text, is_away
 from hiradix.storage.backends.s3.config import S3Config
 from hiradix.storage.batch import Batch
 from hiradix.storage.guard.calls import FlagsWithReason
-from hiradix.storage.kit.landing import Landing
+from hiradix.storage.kit.in_place import InPlacePage
 from hiradix.storage.kit.lru import BEFORE_ALL_NS, LruEntry, LruIndex
 from hiradix.storage.kit.meters import MissReason
 from hiradix.storage.kit.options import flag
@@ -49,7 +49,7 @@ class S3Backend(StorageBackend):
 
     def __init__(self, context: StorageContext):
         self.config = config = S3Config.from_mapping(context.extra_config)
-        self.traits = Traits(namespaced=True, ragged=True, width=config.num_connections, lands=True)
+        self.traits = Traits(namespaced=True, ragged=True, width=config.num_connections, in_place=True)
         if config.max_bytes and context.page_bytes > config.max_bytes:
             raise ConfigError(f"{flag('max_size')} {config.max_bytes} is less than a page")
         self._folder = context.fingerprint.digest()[:32]
@@ -228,18 +228,18 @@ class S3Backend(StorageBackend):
             return None
 
     def _read(self, key: str, page: Page) -> bool:
-        landing = page if isinstance(page, Landing) else Landing(page)
-        landing.check_wanted()
+        target = page if isinstance(page, InPlacePage) else InPlacePage(page)
+        target.check_wanted()
         try:
             found = obstore.get(self._client, self._path(key))
         except FileNotFoundError:
             return False
         size = found.meta["size"]
-        if not fits(size, landing, self._ragged):
+        if not fits(size, target, self._ragged):
             return False
-        landing.begin(size)
+        target.begin(size)
         pieces = found.stream(min_chunk_size=1) if size > STREAM_BYTES else [found.bytes()]
-        return all(landing.write(memoryview(piece)) for piece in pieces) and landing.is_whole
+        return all(target.write(memoryview(piece)) for piece in pieces) and target.is_whole
 
     def _write(self, key: str, page: Page) -> bool:
         data = page[0] if len(page) == 1 else memoryview(b"".join(page))

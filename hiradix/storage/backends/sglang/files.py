@@ -296,7 +296,7 @@ class SglangFileBackend(StorageBackend):
         return False
 
     def _use(self, batch: Batch, pages: Sequence[Page], ok: Sequence[bool], used_ns: Sequence[int]) -> None:
-        """Those pages of a call that are there were used then."""
+        """Note a use of the pages of a call that are there."""
         with self._lock:
             for key, page, good, at_ns, front in zip(batch, pages, ok, used_ns, batch.fronts()):
                 if good:

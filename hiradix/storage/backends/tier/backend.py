@@ -88,9 +88,9 @@ class TierBackend(StorageBackend):
         missing = [index for index, good in enumerate(ok) if not good]
         if not missing:
             return ok
-        left = batch.pick(missing)
-        with self._promotions.promoting(left) as gone:
-            answers = self.lower.get(left, [into[i] for i in missing])
+        absent = batch.pick(missing)
+        with self._promotions.promoting(absent) as gone:
+            answers = self.lower.get(absent, [into[i] for i in missing])
             found = [index for index, good in zip(missing, answers) if good]
             for index in found:
                 ok[index] = True

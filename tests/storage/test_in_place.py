@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from hiradix.errors import StorageError
 from hiradix.storage import GuardedStorage, GuardLimits, Page
-from hiradix.storage.kit import landing as landing_module
+from hiradix.storage.kit import in_place
 from hiradix.storage.kit.call_threads import CallThread
-from hiradix.storage.kit.landing import Landing
+from hiradix.storage.kit.in_place import InPlacePage
 from hiradix.storage.kit.seal import CRC32, DEFAULT_ALGORITHM, NONE, SEAL_BYTES, Sealer, Verdict
 from tests.contracts.storage import (
     FINGERPRINT,
@@ -29,7 +29,7 @@ from tests.contracts.storage import (
     keys_of,
     put,
 )
-from tests.storage.doubles import LandingMemory, memory_context
+from tests.storage.doubles import InPlaceMemory, memory_context
 
 HANG_LIMIT_S = 60.0
 SHORT_S = 0.02  # a deadline that a hanging call is meant to miss; nothing depends on its size
@@ -47,7 +47,7 @@ def cut(data: bytes | bytearray, lengths: Sequence[int]) -> list[memoryview]:
 LENGTHS = st.lists(st.integers(0, 40), max_size=8)
 
 
-@pytest.mark.parametrize("lockless_bytes", [0, 16, landing_module.LOCKLESS_BYTES])
+@pytest.mark.parametrize("lockless_bytes", [0, 16, in_place.LOCKLESS_BYTES])
 @given(st.integers(1, 100), LENGTHS, LENGTHS, st.data())
 @settings(suppress_health_check=list(HealthCheck))
 def test_pieces_go_one_behind_the_other(
@@ -59,28 +59,28 @@ def test_pieces_go_one_behind_the_other(
     data: st.DataObject,
 ) -> None:
     """Whatever buffers the page has and whatever comes, however it is copied; begun twice."""
-    monkeypatch.setattr(landing_module, "LOCKLESS_BYTES", lockless_bytes)
+    monkeypatch.setattr(in_place, "LOCKLESS_BYTES", lockless_bytes)
     page, came = bytearray(size), random.Random(size).randbytes(120)
-    landing, num_bytes = Landing(cut(page, views)), data.draw(st.integers(1, size))
+    target, num_bytes = InPlacePage(cut(page, views)), data.draw(st.integers(1, size))
     for _ in range(2):
         page[:] = bytes(size)
-        landing.begin(num_bytes)
+        target.begin(num_bytes)
         written = b""
         for piece in cut(came, pieces):
             fits = len(written) + len(piece) <= num_bytes
-            assert landing.write(piece) is fits
+            assert target.write(piece) is fits
             written += bytes(piece) if fits else b""
             assert bytes(page) == written.ljust(size, b"\0")
-            assert landing.is_whole is (len(written) == num_bytes)
-    assert landing.withdraw() is (len(written) == num_bytes)
+            assert target.is_whole is (len(written) == num_bytes)
+    assert target.withdraw() is (len(written) == num_bytes)
 
 
 def test_nothing_is_written_once_it_was_withdrawn() -> None:
     page = bytearray(8)
-    landing = Landing([memoryview(page)])
-    assert landing.write(memoryview(b"abc")) and not landing.withdraw()
+    target = InPlacePage([memoryview(page)])
+    assert target.write(memoryview(b"abc")) and not target.withdraw()
     for late in (
-        landing.check_wanted, lambda: landing.begin(8), lambda: landing.write(memoryview(b"d"))
+        target.check_wanted, lambda: target.begin(8), lambda: target.write(memoryview(b"d"))
     ):  # fmt: skip
         with pytest.raises(StorageError, match="nobody waits"):
             late()
@@ -88,9 +88,9 @@ def test_nothing_is_written_once_it_was_withdrawn() -> None:
 
 
 def test_its_buffers_cannot_be_written() -> None:
-    landing = Landing(blank())
+    target = InPlacePage(blank())
     with pytest.raises(TypeError):
-        landing[0][:1] = b"x"
+        target[0][:1] = b"x"
 
 
 @pytest.mark.parametrize("algorithm", [DEFAULT_ALGORITHM, CRC32, NONE])
@@ -101,11 +101,11 @@ def test_the_checksum_is_of_the_page_and_not_of_the_seal(algorithm: int, cuts: l
     stored = page + sealer.seal(key, [memoryview(page)])
 
     def verdict(data: bytes, name: str = key, by: Sealer = sealer) -> Verdict:
-        landing = Landing([*blank(), memoryview(bytearray(SEAL_BYTES))], sealed=True)
-        assert landing.write(memoryview(b"begun once before"))
-        landing.begin(len(data))
-        assert all(landing.write(piece) for piece in cut(data, cuts)) and landing.withdraw()
-        return landing.check(name, by)
+        target = InPlacePage([*blank(), memoryview(bytearray(SEAL_BYTES))], sealed=True)
+        assert target.write(memoryview(b"begun once before"))
+        target.begin(len(data))
+        assert all(target.write(piece) for piece in cut(data, cuts)) and target.withdraw()
+        return target.check(name, by)
 
     assert verdict(stored) is Verdict.GOOD
     believed = verdict(stored, by=Sealer(FINGERPRINT.digest())) is Verdict.GOOD
@@ -122,7 +122,7 @@ def test_the_checksum_is_of_the_page_and_not_of_the_seal(algorithm: int, cuts: l
 # -- behind the guard ---------------------------------------------------------------------
 
 
-class Slow(LandingMemory):
+class Slow(InPlaceMemory):
     """Waits in the middle of the page of `slow_key` until released."""
 
     slow_key = ""
@@ -134,7 +134,7 @@ class Slow(LandingMemory):
 
     def land(self, key: str, page: Page) -> bool:
         if self.slow_key and self.slow_key in key:
-            assert isinstance(page, Landing)
+            assert isinstance(page, InPlacePage)
             page.begin(PAGE_BYTES + SEAL_BYTES)
             assert page.write(memoryview(b"first"))
             self.begun.set()
@@ -156,7 +156,7 @@ def backend() -> Iterator[Slow]:
     made.release.set()
 
 
-def guarded(backend: LandingMemory, deadline_s: float = 30.0) -> GuardedStorage:
+def guarded(backend: InPlaceMemory, deadline_s: float = 30.0) -> GuardedStorage:
     return GuardedStorage(backend, FINGERPRINT, GuardLimits(deadline_s=deadline_s, bytes_per_s=1e12))
 
 

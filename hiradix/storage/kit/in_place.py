@@ -1,8 +1,8 @@
-"""A caller's page that a backend fills while its caller may walk away.
+"""Pages that a backend fills in place: in the caller's own memory, while the caller may give the call up.
 
-The bytes that a client hands over are copied to the page at once and checksummed as they pass, while they are
-in the processor's caches: no staging memory, no second look. Each copy is made under a lock that also says
-whether the page still is wanted; so nothing is written to it once it was withdrawn.
+Bytes from a client are copied to the page at once and checksummed while they are in the processor's caches:
+without staging memory and a second pass. Each copy is made under a lock that also says whether the page is still
+wanted, so nothing is written to it after `withdraw`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ LOCKLESS_BYTES = 1 << 16
 """Longer pieces are copied without the interpreter lock: others that came meanwhile need not wait for it."""
 
 
-class Landing(list[memoryview]):
-    """The page's buffers, to be read only, and `write`, which fills them from the first to the last.
+class InPlacePage(list[memoryview]):
+    """A page's buffers, read-only, and `write`, which fills them from the first to the last.
 
-    sealed: the last buffer is a seal, which is no part of what it is the checksum of. One thread writes at a
-    time; `withdraw` may come from any. Raises StorageError where it is written to later.
+    sealed: the last buffer is a seal, which its checksum does not cover. One thread writes at a time; any thread
+    may `withdraw` the page. Raises StorageError if it is written to after that.
     """
 
     def __init__(self, page: Page, sealed: bool = False):
@@ -35,7 +35,7 @@ class Landing(list[memoryview]):
         self.begin(self.num_bytes)
 
     def begin(self, num_bytes: int) -> None:
-        """So many bytes come from here on, at most the page's; what came before does not count."""
+        """Start again: `num_bytes` will be written, at most the page's; earlier bytes do not count."""
         if num_bytes > self.num_bytes:
             raise Misuse(f"{num_bytes} bytes for a page of {self.num_bytes}")
         with self._lock:
@@ -49,7 +49,7 @@ class Landing(list[memoryview]):
             self._check()
 
     def write(self, data: memoryview) -> bool:
-        """Copy the bytes that come next to their place; False, and nothing, if they are too many."""
+        """Copy the next bytes to their place. False, with nothing copied, if they are too many."""
         with self._lock:
             self._check()
             if self._at + data.nbytes > self._end:
@@ -61,14 +61,14 @@ class Landing(list[memoryview]):
             return True
 
     def withdraw(self) -> bool:
-        """Nothing is written from here on; whether all bytes had come."""
+        """Let nothing be written from here on. Returns whether all bytes had come."""
         with self._lock:
             self._is_wanted = False
             self._views = []
             return self.is_whole
 
     def check(self, key: str, sealer: Sealer) -> Verdict:
-        """Whether a whole page is what was sealed under `key`. After `withdraw`, and of sealed pages."""
+        """Check a complete sealed page, withdrawn before, against its seal and `key`."""
         known = DEFAULT_ALGORITHM, self._checksum.intdigest()
         return sealer.check(self[-1], key, self[:-1], known)
 

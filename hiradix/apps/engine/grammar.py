@@ -1,0 +1,161 @@
+"""Answers of a given form: JSON of a schema, a regular expression, a choice, a grammar, by `llguidance`.
+
+A form is compiled once to the library's own text, which is what a request carries and every rank reads.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hiradix.apps.engine.api import RequestError
+
+INSTALL_HINT = "needs pip install 'hiradix[structured]'"
+MAX_KEPT = 64
+MAX_CHARS = 1 << 20  # of one form's text
+
+
+class Matcher:
+    """How far one answer has come in its grammar. The engine's thread."""
+
+    def __init__(self, matcher: Any):
+        self._matcher = matcher
+
+    @property
+    def failure(self) -> str | None:
+        """Why it can be followed no further, as the library says it; None while it can."""
+        if not self._matcher.is_error():
+            return None
+        return f"the answer's form cannot be followed: {self._matcher.get_error()[:500]}"
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing but the end may follow."""
+        return bool(self._matcher.is_stopped())
+
+    def mask(self, logits: torch.Tensor) -> None:
+        """Forbid, in place, what may not follow; nothing once it has failed."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        if self.failure is not None:
+            return
+        allowed = np.zeros(len(logits), np.bool_)
+        known = np.unpackbits(bits, bitorder="little")[: len(logits)]
+        allowed[: len(known)] = known
+        logits.masked_fill_(torch.from_numpy(~allowed).to(logits.device), -torch.inf)
+
+    def accept(self, token_id: int) -> None:
+        """It was drawn."""
+        if not self._matcher.is_stopped():
+            self._matcher.consume_token(token_id)
+
+
+class Grammars:
+    """Compiled grammars of one model, the least recently used of them forgotten. Safe to use from any thread.
+
+    tokenizer: of transformers. The first use costs a second of a large vocabulary.
+    """
+
+    def __init__(self, tokenizer: Any, end_token_ids: Collection[int], vocab_size: int):
+        self._tokenizer = tokenizer
+        self._ends = sorted(end_token_ids)
+        self._vocab_size = vocab_size
+        self._lock = threading.Lock()
+        self._vocabulary: Any = None
+        self._known: OrderedDict[str, Any] = OrderedDict()
+
+    def check(self, grammar: str) -> None:
+        """Compile it, for `matcher` to find. RequestError where it is none, or the library is not there."""
+        self.matcher(grammar)
+
+    def matcher(self, grammar: str) -> Matcher:
+        """A matcher at the beginning of `grammar`. RequestError."""
+        with self._lock:
+            known = self._known.get(grammar)
+            if known is None:
+                known = self._compiled(grammar)
+                self._known[grammar] = known
+                if len(self._known) > MAX_KEPT:
+                    self._known.popitem(last=False)
+            self._known.move_to_end(grammar)
+            return Matcher(known.deep_copy())
+
+    def special_token(self, text: str) -> int | None:
+        """The id of the special token that is written so, None where that is plain text."""
+        found: int | None = self._tokenizer.convert_tokens_to_ids(text)
+        return found if found is not None and found in self._tokenizer.all_special_ids else None
+
+    def _compiled(self, grammar: str) -> Any:
+        library = _library()
+        if self._vocabulary is None:
+            self._vocabulary = self._make_vocabulary()
+        matcher = library.LLMatcher(self._vocabulary, grammar, log_level=0)
+        if matcher.is_error():
+            raise RequestError(f"grammar: {matcher.get_error()[:500]}")
+        return matcher
+
+    def _make_vocabulary(self) -> Any:
+        _library()
+        from llguidance.hf import from_tokenizer
+
+        if not getattr(self._tokenizer, "is_fast", False):
+            raise RequestError("grammar: this model's tokenizer is none that answers can be constrained with")
+        ends = [token for token in self._ends if token < self._vocab_size] or None
+        size = max(self._vocab_size, len(self._tokenizer))
+        return from_tokenizer(self._tokenizer, n_vocab=size, eos_token=ends)
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise RequestError(f"grammar: structured output {INSTALL_HINT}") from error
+    return llguidance
+
+
+def _bounded(text: str) -> str:
+    if len(text) > MAX_CHARS:
+        raise RequestError(f"grammar: longer than {MAX_CHARS} characters")
+    return text
+
+
+def of_json_schema(schema: Any) -> str:
+    """The grammar of JSON that a schema allows; {} is any value, {"type": "object"} any object."""
+    try:
+        text = _bounded(json.dumps(schema))
+        grammar: str = _library().LLMatcher.grammar_from_json_schema(text)
+    except (ValueError, TypeError, RecursionError) as error:
+        if isinstance(error, RequestError):
+            raise
+        raise RequestError(f"grammar: no JSON schema: {error}") from error
+    return grammar
+
+
+def of_regex(pattern: str) -> str:
+    """The grammar of what a regular expression matches as a whole."""
+    grammar: str = _library().LLMatcher.grammar_from_regex(_bounded(pattern))
+    return grammar
+
+
+def of_choice(texts: Sequence[str]) -> str:
+    """The grammar of exactly one of some texts."""
+    return of_lark("start: " + " | ".join(json.dumps(text) for text in texts))
+
+
+def of_lark(text: str) -> str:
+    """The grammar that a text in Lark's notation describes; one with `::=` is read as GBNF."""
+    library = _library()
+    if "::=" in text:
+        from llguidance.gbnf_to_lark import any_to_lark
+
+        try:
+            text = any_to_lark(text)
+        except Exception as error:  # it raises what it likes
+            raise RequestError(f"grammar: {error}") from error
+    grammar: str = library.LLMatcher.grammar_from_lark(_bounded(text))
+    return grammar

@@ -1,0 +1,1 @@
+"""What LMCache's settings become: `hiradix config migrate`."""

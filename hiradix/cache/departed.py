@@ -1,0 +1,271 @@
+"""What has left the cache, and why: names of pages in a table of bounded size.
+
+A page is named by an 8-byte chain of hashes from its namespace on (`hiradix.policy.names`); names are made when
+pages leave and when somebody asks, and kept on the nodes, so that a page is hashed once. A wrong match, once in
+2^64, costs a wrong explanation and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hiradix.explain import Reason
+from hiradix.policy.names import name_of, names_of
+from hiradix.tree import DEVICE, HOST, Node, RadixKey, RadixTree, Tier
+from hiradix.tree.key import NARROW, Extras, Namespace, packed, unpacked
+from hiradix.tree.node import NAME_BYTES
+
+WAYS: Final = 8  # places of a bucket
+ENTRY_BYTES: Final = 8 + 1 + 1 + 4  # name, reason, tier, when
+DEFAULT_NAMES: Final = 1 << 18
+MOST_PENDING: Final = 1024  # nodes that have left and are not in the table yet
+MOST_FIRST_PAGES: Final = 1 << 14
+
+Names = npt.NDArray[np.uint64]
+_REASONS: Final = tuple(Reason)
+
+
+class Departure(NamedTuple):
+    """Why a page is not here any more, which tier it was in last, and when it left, by the cache's clock."""
+
+    reason: Reason
+    tier: Tier
+    at_s: float
+
+
+class DepartureTable:
+    """Departures by name: `num_names` of them, in buckets of `WAYS`. A full one forgets what came first.
+
+    Uses `num_bytes`, allocated at once.
+    """
+
+    def __init__(self, num_names: int):
+        self._num_buckets = max(1, num_names // WAYS)
+        shape = self._num_buckets, WAYS
+        self._names = np.zeros(shape, np.uint64)  # 0: nothing
+        self._reasons = np.zeros(shape, np.uint8)
+        self._tiers = np.zeros(shape, np.uint8)
+        self._at_s = np.zeros(shape, np.float32)
+        self._next = np.zeros(self._num_buckets, np.uint8)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_buckets * (WAYS * ENTRY_BYTES + 1)
+
+    def clear(self) -> None:
+        self._names[:] = 0
+
+    def add(self, names: Names, departure: Departure) -> None:
+        """These have left. One that is there already gets the later departure."""
+        names = np.unique(names)
+        buckets = (names % np.uint64(self._num_buckets)).astype(np.int64)
+        there = self._names[buckets] == names[:, None]
+        known = there.any(axis=1)
+        self._write(buckets[known], there[known].argmax(axis=1), names[known], departure)
+        names, buckets = names[~known], buckets[~known]
+        while len(names):
+            _, first = np.unique(buckets, return_index=True)  # one of each bucket at a time
+            ways = self._next[buckets[first]].astype(np.int64)
+            self._write(buckets[first], ways, names[first], departure)
+            self._next[buckets[first]] = (ways + 1) % WAYS
+            rest = np.ones(len(names), np.bool_)
+            rest[first] = False
+            names, buckets = names[rest], buckets[rest]
+
+    def _write(
+        self, buckets: npt.NDArray[np.int64], ways: npt.NDArray[np.int64], names: Names, departure: Departure
+    ) -> None:
+        self._names[buckets, ways] = names
+        self._reasons[buckets, ways] = _REASONS.index(departure.reason)
+        self._tiers[buckets, ways] = departure.tier
+        self._at_s[buckets, ways] = departure.at_s
+
+    def leading(self, names: Names) -> list[Departure]:
+        """The departures of the first of `names`, up to one that is not here."""
+        buckets = (names % np.uint64(self._num_buckets)).astype(np.int64)
+        there = self._names[buckets] == names[:, None]
+        known = there.any(axis=1)
+        count = len(names) if known.all() else int(known.argmin())
+        ways = there[:count].argmax(axis=1)
+        at = buckets[:count], ways
+        return [
+            Departure(_REASONS[reason], Tier(tier), at_s)
+            for reason, tier, at_s in zip(
+                self._reasons[at].tolist(), self._tiers[at].tolist(), self._at_s[at].tolist(), strict=True
+            )
+        ]
+
+
+class Departed:
+    """Watches a tree and remembers which pages have left all of its tiers. Scheduler thread only.
+
+    because(reason): why what leaves meanwhile does so; else it is evicted. first_spaces: namespaces that the
+    first pages of prompts were seen in, by those pages' plain names.
+    """
+
+    def __init__(self, tree: RadixTree, clock: Callable[[], float], num_names: int = DEFAULT_NAMES):
+        self.table = DepartureTable(num_names)
+        self._tree = tree
+        self._clock = clock
+        self._reason = Reason.EVICTED
+        self._pending: list[tuple[bytes, Departure]] = []
+        self._first_spaces: dict[bytes, set[Namespace]] = {}
+        tree.add_watch(self)
+
+    @contextmanager
+    def because(self, reason: Reason) -> Iterator[None]:
+        """What leaves the tree inside leaves for this reason."""
+        before, self._reason = self._reason, reason
+        try:
+            yield
+        finally:
+            self._reason = before
+
+    # -- what the tree says -------------------------------------------------------------
+
+    def stored(self, node: Node, tier: int) -> None:
+        if node.start == 0:
+            self._note_first(node)
+
+    def removed(self, node: Node, tier: int) -> None:
+        if node.device.pages is None and node.host.pages is None:
+            names = self.names(node)
+            departure = Departure(self._reason, HOST if tier else DEVICE, self._clock())
+            self._pending.append((names, departure))
+            if len(self._pending) >= MOST_PENDING:
+                self._settle()
+
+    def leaving_all(self, reason: Reason) -> None:
+        """The tree is about to be cleared. O(tree)."""
+        for node in self._tree.nodes():
+            tier = HOST if node.device.pages is None else DEVICE
+            self._pending.append((self.names(node), Departure(reason, tier, self._clock())))
+        self._settle()
+
+    def cleared(self) -> None:
+        self._first_spaces.clear()
+
+    def backed_up(self, node: Node, start: int, end: int) -> None:
+        pass
+
+    def storage_changed(self) -> None:
+        pass
+
+    # -- questions ----------------------------------------------------------------------
+
+    @property
+    def now_s(self) -> float:
+        return self._clock()
+
+    def leading(self, node: Node, key: RadixKey, end: int) -> list[Departure]:
+        """Departures of the pages of `key` behind `node`, which is on its way, up to page `end` or the first
+        that has not left."""
+        if end <= node.end:
+            return []
+        self._settle()
+        prior = self._last_name(node) or _seed(key.space)
+        names = page_names(prior, key, node.end, end, self._tree.page_size)
+        return self.table.leading(np.frombuffer(names, np.uint64))
+
+    def is_in_other_namespace(self, key: RadixKey) -> bool:
+        """Whether the first page of `key` was seen in another namespace, and not in its own."""
+        if key.num_pages(self._tree.page_size) == 0:
+            return False
+        spaces = self._first_spaces.get(page_names(b"", key, 0, 1, self._tree.page_size))
+        return bool(spaces) and key.space not in spaces  # type: ignore[operator]
+
+    # -- names --------------------------------------------------------------------------
+
+    def names(self, node: Node) -> bytes:
+        """8-byte names of the pages of `node`. Hashes those of its path that nobody has named before."""
+        whole = node.num_pages * NAME_BYTES
+        if len(node.names) < whole:
+            unnamed = []
+            at: Node | None = node
+            while at is not None and at.end and len(at.names) < at.num_pages * NAME_BYTES:
+                unnamed.append(at)
+                at = _above(at)
+            prior = at.names[-NAME_BYTES:] if at is not None and at.end else b""
+            for one in reversed(unnamed):
+                one.names = self._named(one, prior)
+                prior = one.names[-NAME_BYTES:]
+        return node.names
+
+    def _named(self, node: Node, prior: bytes) -> bytes:
+        known = len(node.names) // NAME_BYTES
+        prior = node.names[-NAME_BYTES:] or prior or _seed(node.space)
+        size, space = self._tree.page_size, node.space
+        extras = None if node.extras is None else node.extras[known:]
+        run = node.run[known * size * node.width :]
+        return node.names + names_of_run(prior, run, node.width, extras, space, node.num_pages - known, size)
+
+    def _last_name(self, node: Node) -> bytes:
+        return self.names(node)[-NAME_BYTES:] if node.end else b""
+
+    def _note_first(self, node: Node) -> None:
+        size, space = self._tree.page_size, node.space
+        row = node.run[: (size + space.lookahead) * node.width]
+        extras = None if node.extras is None else node.extras[:1]
+        name = names_of_run(b"", row, node.width, extras, space, 1, size)
+        spaces = self._first_spaces.pop(name, None)
+        if spaces is None:
+            spaces = set()
+            if len(self._first_spaces) >= MOST_FIRST_PAGES:
+                del self._first_spaces[next(iter(self._first_spaces))]
+        if len(spaces) < WAYS:
+            spaces.add(space)
+        self._first_spaces[name] = spaces
+
+    def _settle(self) -> None:
+        """Enter what has left into the table, in order."""
+        pending, self._pending = self._pending, []
+        at = 0
+        while at < len(pending):
+            departure, parts = pending[at][1], []
+            while at < len(pending) and pending[at][1] == departure:
+                parts.append(pending[at][0])
+                at += 1
+            self.table.add(np.frombuffer(b"".join(parts), np.uint64), departure)
+
+
+def page_names(prior: bytes, key: RadixKey, start: int, end: int, page_size: int) -> bytes:
+    """Names of pages [start, end) of `key`, the first behind `prior`."""
+    space = key.space
+    run, width = key.packed(start * page_size, end * page_size + space.lookahead)
+    return names_of_run(prior, run, width, key.extras_of(start, end), space, end - start, page_size)
+
+
+def names_of_run(
+    prior: bytes, run: bytes, width: int, extras: Extras | None, space: Namespace, count: int, page_size: int
+) -> bytes:
+    """Names of `count` pages whose tokens are `run`, `width` bytes each. Equal tokens have equal names, however
+    wide the run that they are in is."""
+    step, size = page_size * NARROW, (page_size + space.lookahead) * NARROW
+    if width == NARROW and extras is None:
+        return names_of(prior, run, count, step, size)
+    tokens, names = unpacked(run, width).astype(np.int64), []
+    for page in range(count):
+        first = page * page_size
+        row, row_width = packed(tokens, first, first + page_size + space.lookahead)
+        if row_width != NARROW:
+            prior = name_of(prior, b"wide", 0, 4)
+        extra = extras[page] if extras is not None and page < len(extras) else None
+        if extra is not None:
+            prior = name_of(prior, extra, 0, len(extra))
+        prior = name_of(prior, row, 0, len(row))
+        names.append(prior)
+    return b"".join(names)
+
+
+def _above(node: Node) -> Node | None:
+    """The node before `node` on its path, also if it has just been cut off."""
+    return node.parent if node.parent is not None else node.successor
+
+
+def _seed(space: Namespace) -> bytes:
+    return space.seed + (b"bigram" if space.is_bigram else b"")

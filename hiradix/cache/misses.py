@@ -1,0 +1,146 @@
+"""Why the cache has no more of a prompt than it has: one reason for each token that is computed.
+
+What is known where a decision was made (a load that was refused, a fetch that came too late) is given; the rest
+follows from the tree, from what has left it, and from where the prompt parts from its relatives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby, islice
+from typing import Final, NamedTuple
+
+from hiradix.cache.departed import Departed, Departure
+from hiradix.explain import Explanation, Reason, Source, Span
+from hiradix.tree import DEVICE, Node, RadixKey, RadixTree
+from hiradix.tree.key import unpacked
+
+MOST_RELATIVES: Final = 256  # that a prompt is compared with where it parts from them
+
+
+class Hit(NamedTuple):
+    """Where the tokens of a prompt came from that need not be computed, each part behind the one before."""
+
+    device: int
+    host: int
+    storage: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.device + self.host + self.storage
+
+
+class Withheld(NamedTuple):
+    """Tokens up to `end` of a prompt are in some tier, or may be, and were not taken, for `reason`."""
+
+    end: int
+    reason: Reason
+    detail: str = ""
+    waited_s: float = 0.0
+
+
+class Misses:
+    """Explains requests of one cache. Scheduler thread only.
+
+    departed: None where nobody remembers what has left.
+    """
+
+    def __init__(self, tree: RadixTree, departed: Departed | None, policy: str):
+        self._tree = tree
+        self._departed = departed
+        self._policy = policy
+
+    def explain(
+        self, request_id: str, key: RadixKey, num_tokens: int, hit: Hit, withheld: Sequence[Withheld] = (),
+        waited_s: float = 0.0,
+    ) -> Explanation:  # fmt: skip
+        """Where a prompt of `num_tokens` came from, whose `key` has what could be looked up of it.
+
+        withheld: as far as known, in rising order. waited_s: for what came from storage. To be asked when the
+        request is admitted, before what it computes is inserted. O(pages that are computed).
+        """
+        spans: list[Span] = []
+        at = 0
+        for count, source in (
+            (hit.device, Source.DEVICE),
+            (hit.host, Source.HOST),
+            (hit.storage, Source.STORAGE),
+        ):
+            if count:
+                waited = waited_s if source is Source.STORAGE else 0.0
+                spans.append(Span(at, at + count, source, waited_s=waited))
+                at += count
+        for one in withheld:
+            end = min(one.end, num_tokens)
+            if end > at:
+                spans.append(Span(at, end, Source.COMPUTED, one.reason, one.detail, one.waited_s))
+                at = end
+        if at < num_tokens:
+            spans += self._computed(key, at, num_tokens)
+        return Explanation(request_id, tuple(spans))
+
+    def _computed(self, key: RadixKey, start: int, end: int) -> Iterator[Span]:
+        """Reasons for tokens [start, end) of a prompt, by what the cache has and had of `key`."""
+        size = self._tree.page_size
+        whole = key.num_pages(size) * size
+        at = start
+        node = self._tree.find(key)
+        known = min(node.end * size, end)
+        if known > at:
+            yield Span(at, known, Source.COMPUTED, Reason.BOUNDARY, self._boundary_text(node))
+            at = known
+        if at < whole and self._departed is not None and at == node.end * size:
+            for departure, count in self._gone(node, key, whole // size):
+                yield Span(
+                    at, at + count * size, Source.COMPUTED, departure.reason, self._gone_text(departure)
+                )
+                at += count * size
+        if at < whole:
+            reason, detail = self._new(node, key) if at == node.end * size else (Reason.NEVER_SEEN, "")
+            yield Span(at, whole, Source.COMPUTED, reason, detail)
+            at = whole
+        if at < end:
+            yield Span(at, end, Source.COMPUTED, Reason.BOUNDARY, "less than a page, or the last token")
+
+    def _gone(self, node: Node, key: RadixKey, end: int) -> Iterator[tuple[Departure, int]]:
+        """What has left of the pages of `key` behind `node`, alike ones together, and how many pages that is."""
+        assert self._departed is not None
+        left = self._departed.leading(node, key, end)
+        for (_, _), group in groupby(left, key=lambda one: (one.reason, one.tier)):
+            alike = list(group)
+            yield alike[-1], len(alike)
+
+    def _new(self, node: Node, key: RadixKey) -> tuple[Reason, str]:
+        """Why what follows `node` on the way of `key`, and was never here, is not."""
+        if node.end == 0 and self._departed is not None and self._departed.is_in_other_namespace(key):
+            return Reason.OTHER_NAMESPACE, "cached under another cache_salt or extra_key"
+        position = self._parting(node, key)
+        if position is None:
+            return Reason.NEVER_SEEN, ""
+        return Reason.PARTED, f"differs at token {position} from a cached prompt"
+
+    def _parting(self, node: Node, key: RadixKey) -> int | None:
+        """The token up to which `key` is like a prompt that goes on behind `node`; None: there is none in its
+        namespace, or none shares its first token."""
+        size, start, best = self._tree.page_size, node.end * self._tree.page_size, -1
+        own = key.tokens[start : start + size]
+        for child in islice(reversed(node.children.values()), MOST_RELATIVES):
+            if child.space == key.space:
+                other = unpacked(child.run, child.width)[:size]
+                differs = own != other[: len(own)]
+                best = max(best, int(differs.argmax()) if differs.any() else len(own))
+        return None if best < (0 if start else 1) else start + best
+
+    def _boundary_text(self, node: Node) -> str:
+        """Which kind of attention has no usable prefix at `node`."""
+        beside = [component for component in self._tree.components[1:]]
+        if not beside:
+            return ""
+        kinds = ", ".join(component.name for component in beside)
+        return f"no usable prefix ends there: {kinds}"
+
+    def _gone_text(self, departure: Departure) -> str:
+        ago_s = max(0.0, self._departed.now_s - departure.at_s) if self._departed is not None else 0.0
+        tier = "device" if departure.tier is DEVICE else "host"
+        by = f" by {self._policy}" if departure.reason is Reason.EVICTED else ""
+        return f"left the {tier}{by} {ago_s:.1f} s ago"

@@ -1,0 +1,135 @@
+"""Explanations: where each token of a prompt came from, and why what was computed had to be. Standard library.
+
+A request's prompt is cut into spans that cover it once. A span is either a hit, in a tier, or computed for one
+reason of a closed list (`Reason`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeVar
+
+from hiradix.errors import Misuse
+
+KeyT = TypeVar("KeyT")
+
+
+class Source(Enum):
+    """Where a span's KV came from."""
+
+    DEVICE = "device"
+    HOST = "host"
+    STORAGE = "storage"
+    COMPUTED = "computed"
+
+    __hash__ = object.__hash__
+
+
+class Reason(Enum):
+    """Why a span was computed. The value is the metrics' label."""
+
+    NEVER_SEEN = "never_seen"  # goes on from what is cached where nothing has gone on before
+    PARTED = "parted"  # differs, from `Span.start` on, from what follows the same tokens here
+    EVICTED = "evicted"  # was here; the eviction policy took it from its last tier
+    FLUSHED = "flushed"
+    FORGOTTEN = "forgotten"  # deleted because somebody asked for it
+    WEIGHTS_CHANGED = "weights_changed"
+    OTHER_NAMESPACE = "other_namespace"  # is here under another cache_salt or extra_key
+    DAMAGED = "damaged"  # a tier had it and could not give it whole
+    BELOW_THRESHOLD = "below_threshold"  # too short to ask storage for
+    PREDICTED_SLOWER = "predicted_slower"  # than computing: the no-regret gate
+    NO_ROOM = "no_room"  # in the tier that it was to be brought to
+    DEADLINE = "deadline"  # storage did not bring it in time
+    UNDER_WAY = "under_way"  # on its way into the cache when the request ran
+    BOUNDARY = "boundary"  # no usable prefix ends there: part of a page, a window, a state, the last token
+
+    __hash__ = object.__hash__
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens [start, end) of a prompt. reason: of a computed one, else None. detail: for people, one line.
+
+    waited_s: how long the request waited for it.
+    """
+
+    start: int
+    end: int
+    source: Source
+    reason: Reason | None = None
+    detail: str = ""
+    waited_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.end:
+            raise Misuse(f"a span of tokens [{self.start}, {self.end})")
+        if (self.reason is None) is (self.source is Source.COMPUTED):
+            raise Misuse(
+                f"{self.source} for {self.reason}: what is computed has a reason, what is not has none"
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+    def as_json(self) -> dict[str, object]:
+        """For an answer over HTTP: without what is empty."""
+        shown: dict[str, object] = {"start": self.start, "end": self.end, "source": self.source.value}
+        if self.reason is not None:
+            shown["reason"] = self.reason.value
+        if self.detail:
+            shown["detail"] = self.detail
+        if self.waited_s:
+            shown["waited_s"] = round(self.waited_s, 6)
+        return shown
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Where the prompt of `request_id` came from: spans in order that cover its tokens once.
+
+    >>> found = Explanation("r1", (Span(0, 64, Source.DEVICE), Span(64, 70, Source.COMPUTED, Reason.NEVER_SEEN)))
+    >>> found.num_tokens, found.tokens_by_source()["device"], found.tokens_by_reason()["never_seen"]
+    (70, 64, 6)
+    """
+
+    request_id: str
+    spans: tuple[Span, ...]
+
+    def __post_init__(self) -> None:
+        end = 0
+        for span in self.spans:
+            if span.start != end:
+                raise Misuse(f"{self.request_id}: a span begins at token {span.start} behind token {end}")
+            end = span.end
+
+    @property
+    def num_tokens(self) -> int:
+        return self.spans[-1].end if self.spans else 0
+
+    def tokens_by_source(self) -> Counter[str]:
+        return Counter({s.value: n for s, n in _summed((s.source, s.num_tokens) for s in self.spans).items()})
+
+    def tokens_by_reason(self) -> Counter[str]:
+        """Of what was computed."""
+        reasons = ((s.reason, s.num_tokens) for s in self.spans if s.reason is not None)
+        return Counter({reason.value: count for reason, count in _summed(reasons).items()})
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "id": self.request_id,
+            "prompt_tokens": self.num_tokens,
+            "by_source": dict(self.tokens_by_source()),
+            "by_reason": dict(self.tokens_by_reason()),
+            "spans": [span.as_json() for span in self.spans],
+        }
+
+
+def _summed(counts: Iterable[tuple[KeyT, int]]) -> dict[KeyT, int]:
+    found: dict[KeyT, int] = {}
+    for key, count in counts:
+        found[key] = found.get(key, 0) + count
+    return found
