@@ -1,4 +1,4 @@
-"""Wishes while vLLM serves: what is held outlives pressure, what is forgotten is gone, what is brought is there."""
+"""Wishes while vLLM serves: held prefixes outlive pressure, forgotten ones are gone, brought ones are there."""
 
 from __future__ import annotations
 
