@@ -1,4 +1,4 @@
-"""Wishes while SGLang serves: held prefixes outlive pressure, forgotten ones are gone, brought ones are there."""
+"""Wishes while SGLang serves: held prefixes outlive pressure, forgotten ones leave, brought ones are there."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def wisher(model: Path, tmp_path: Path) -> Iterator[Wisher]:
 
 
 def test_each_verb_does_what_it_says(wisher: Wisher, model: Path, tmp_path: Path) -> None:
-    """Held under pressure of ten times the pools, gone with its lease; then stored, killed, brought, forgotten."""
+    """Held under pressure of ten times the pools, gone with its lease; stored, killed, brought and forgotten."""
     server = wisher.server
     first = server.ask(PROMPT)
     for tier in ("device", "host"):
