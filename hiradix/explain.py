@@ -38,11 +38,12 @@ class Reason(Enum):
     FORGOTTEN = "forgotten"  # deleted because somebody asked for it
     WEIGHTS_CHANGED = "weights_changed"
     OTHER_NAMESPACE = "other_namespace"  # is here under another cache_salt or extra_key
-    DAMAGED = "damaged"  # a tier had it and could not give it whole
+    DAMAGED = "damaged"  # a tier said that it had it and did not give it whole, or as another model's
     BELOW_THRESHOLD = "below_threshold"  # too short to ask storage for
     PREDICTED_SLOWER = "predicted_slower"  # than computing: the no-regret gate
     NO_ROOM = "no_room"  # in the tier that it was to be brought to
     DEADLINE = "deadline"  # storage did not bring it in time
+    STORAGE_FAILED = "storage_failed"  # it could not be asked, or broke off
     UNDER_WAY = "under_way"  # on its way into the cache when the request ran
     BOUNDARY = "boundary"  # no usable prefix ends there: part of a page, a window, a state, the last token
 

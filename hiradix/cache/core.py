@@ -24,11 +24,13 @@ from typing import Final
 import numpy as np
 
 from hiradix.cache.agreement import AHEAD, Agree, Agreement, least
+from hiradix.cache.departed import Departed
 from hiradix.cache.in_flight import InFlightJobs
 from hiradix.cache.intents.planner import LocalPlanner
 from hiradix.cache.intents.removals import Removals
 from hiradix.cache.intents.table import Intents
 from hiradix.cache.load_back import LoadBack
+from hiradix.cache.misses import Misses
 from hiradix.cache.pages import (
     BACKBONE,
     CacheCounters,
@@ -42,6 +44,7 @@ from hiradix.cache.pages import (
 from hiradix.cache.prefetch import Prefetcher
 from hiradix.cache.write_through import WriteThrough
 from hiradix.errors import CacheError, Misuse, StorageError
+from hiradix.explain import Reason
 from hiradix.intents.limits import IntentLimits
 from hiradix.policy.learning import LearningPolicy, learner_of
 from hiradix.policy.no_regret import NoRegret
@@ -98,6 +101,7 @@ class HierarchicalCache:
         self.prefetcher: Prefetcher | None = None
         self._ranks: Agreement | None = None
         self.no_regret = NoRegret(False)
+        self.misses: Misses | None = None
         self._removals = Removals(tree)
         if host is not None:
             self._build_lower_tiers(host, agree)
@@ -125,6 +129,17 @@ class HierarchicalCache:
             agree, num_adopted=share(lambda: float(host.controller.num_adopted)),
         )  # fmt: skip
         self._apply(True)
+
+    def remember_departures(self, policy: str, num_names: int) -> None:
+        """Explain misses from here on (see `misses`): remember what leaves, `num_names` pages of it at most.
+        Before anything is in the tree. policy: the eviction policy's name."""
+        self.supply.departed = departed = Departed(self.tree, self._clock, num_names)
+        self.misses = Misses(self.tree, departed, policy)
+
+    @property
+    def load_refusal(self) -> Reason | None:
+        """Why the last `load_back` that was asked for was not made; None if it was."""
+        return None if self._load_back is None else self._load_back.refusal
 
     # -- one request's life -------------------------------------------------------------
 
@@ -389,6 +404,8 @@ class HierarchicalCache:
             self.controller.reset(min(timeout_s, STORAGE_STOP_S))
             self.settle()
         self.in_flight.orphan_all()
+        if self.supply.departed is not None:
+            self.supply.departed.leaving_all(Reason.FLUSHED)
         for drop in self.tree.clear():
             if drop.tier is HOST:
                 kept = self.in_flight.owned(drop.component)

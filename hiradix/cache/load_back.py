@@ -25,6 +25,7 @@ from hiradix.cache.pages import (
     shared_out,
     sizes,
 )
+from hiradix.explain import Reason
 from hiradix.policy.no_regret import GatedTransfer, NoRegret
 from hiradix.transfer import Copy, HiCacheController, JobKind, Result, Ticket
 from hiradix.tree import DEVICE, HOST, Lock, Match, Node, NodePages, RadixKey, RadixTree
@@ -109,6 +110,7 @@ class LoadBack:
         self._queued: list[LoadBackCopy] = []
         self._started: dict[int, list[LoadBackCopy]] = {}
         self._no_regret = no_regret
+        self.refusal: Reason | None = None  # why the last load that was asked for was not made
         self._first_failed_slot = share(self._find_failed_slot)
 
     def clear(self) -> None:
@@ -129,6 +131,7 @@ class LoadBack:
         computing them is predicted to be faster. The copies start with the next `start_loading`; until their
         result is applied the path stays locked.
         """
+        self.refusal = None
         start, num_pages = self._tree.absent_from(node, DEVICE), {BACKBONE: 0}
         if not self._is_plain:
             num_pages = sizes(self._others(node))
@@ -139,14 +142,17 @@ class LoadBack:
         is_full = len(self._queued) >= self._controller.limits.queued_jobs
         if is_full or (quota_pages is not None and asked > quota_pages):
             self._counters.load_refused += asked
+            self.refusal = Reason.NO_ROOM
             return None
         if not self._no_regret.takes(GatedTransfer.LOAD, total):
             self._counters.load_too_slow += asked
+            self.refusal = Reason.PREDICTED_SLOWER
             return None
         locks = (self._tree.lock(node, HOST), self._tree.lock(node, DEVICE))
         pages = self._alloc(num_pages)
         if pages is None:
             self._counters.load_refused += asked
+            self.refusal = Reason.NO_ROOM
             self._unlock(locks)
             return None
         # making room may have applied results, which may have split nodes

@@ -6,6 +6,7 @@ follows from the tree, from what has left it, and from where the prompt parts fr
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby, islice
 from typing import Final, NamedTuple
@@ -49,6 +50,7 @@ class Misses:
         self._tree = tree
         self._departed = departed
         self._policy = policy
+        self.tokens_by_reason: Counter[str] = Counter()  # computed since start
 
     def explain(
         self, request_id: str, key: RadixKey, num_tokens: int, hit: Hit, withheld: Sequence[Withheld] = (),
@@ -77,7 +79,9 @@ class Misses:
                 at = end
         if at < num_tokens:
             spans += self._computed(key, at, num_tokens)
-        return Explanation(request_id, tuple(spans))
+        found = Explanation(request_id, tuple(spans))
+        self.tokens_by_reason += found.tokens_by_reason()
+        return found
 
     def _computed(self, key: RadixKey, start: int, end: int) -> Iterator[Span]:
         """Reasons for tokens [start, end) of a prompt, by what the cache has and had of `key`."""

@@ -7,13 +7,16 @@ The tree hands back the pages it drops; everything that frees a page of either p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from hiradix.cache.departed import Departed
 from hiradix.errors import Misuse
+from hiradix.explain import Reason
 from hiradix.transfer import PageSource
 from hiradix.tree import DEVICE, HOST, Freed, Lock, Node, NodePages, RadixKey, RadixTree, Tier
 
@@ -120,9 +123,14 @@ class PageSupply:
         self.host = self.host_pools[BACKBONE] if self.host_pools else None
         self.counters = counters
         self.num_dropped = [0] * len(tree.components)
+        self.departed: Departed | None = None  # who remembers what leaves, if anybody does
         self._pair: list[Callable[[Pages, Pages], None] | None] = [
             getattr(pool, "pair", None) for pool in self.device_pools
         ]
+
+    def leaving(self, reason: Reason) -> AbstractContextManager[None]:
+        """What leaves the tree inside is remembered to have left for `reason`, not by eviction."""
+        return nullcontext() if self.departed is None else self.departed.because(reason)
 
     def release(self, freed: Iterable[Freed]) -> int:
         """Free pages the tree dropped. Returns how many of them were device backbone pages."""

@@ -16,7 +16,9 @@ import numpy as np
 import torch
 
 from hiradix.cache import HierarchicalCache, HostTier
+from hiradix.cache.misses import Hit, Withheld
 from hiradix.errors import Misuse, NoTier
+from hiradix.explain import Explanation, Reason
 from hiradix.intents import OPERATOR, TIER_NAMES, Intent, Receipt, Selector, TenantUse, Verb
 from hiradix.policy.eviction import make_order
 from hiradix.policy.no_regret import NoRegret
@@ -89,6 +91,8 @@ class PrefixCache:
         self._pages = full_pages(params) if beside is None else beside.full
         self.cache = self._make_cache(params, host)
         self.tree = self.cache.tree
+        if params.explain_names and not params.disable:
+            self.cache.remember_departures(params.eviction_policy, index(init.explain_names))
         self._by_node = LocksByNode(self.tree)
         self._prefetcher = self.cache.prefetcher
         self._attached: AttachedStorage | None = None
@@ -735,6 +739,31 @@ class PrefixCache:
         if self._prefetcher is not None:
             self._prefetcher.abort(req_id)
 
+    # -- explanations -------------------------------------------------------------------
+
+    def explain(
+        self, req: RequestLike, key: RadixKey, num_tokens: SupportsIndex, hit: Hit, refused: SupportsIndex = 0
+    ) -> Explanation | None:
+        """Where each of the first `num_tokens` tokens of a request comes from, as it is admitted; None where
+        nothing is remembered (`CacheInitParams.explain_names`).
+
+        key: what was looked up of them. hit: what it has. refused: so many tokens behind the device's that the
+        host has were not loaded.
+        """
+        misses = self.cache.misses
+        if misses is None:
+            return None
+        withheld, waited_s = [], 0.0
+        if index(refused):
+            reason = self.cache.load_refusal or Reason.DAMAGED
+            withheld.append(Withheld(hit.device + index(refused), reason, "on the host"))
+        if self._prefetcher is not None:
+            found = self._prefetcher.pop_withheld(req.rid)
+            if found is not None:
+                end, reason, waited_s = found
+                withheld.append(Withheld(end * self.page_size, reason, "in storage", waited_s))
+        return misses.explain(req.rid, self._view(key), index(num_tokens), hit, withheld)
+
     # -- storage: while serving ---------------------------------------------------------
 
     @property
@@ -790,7 +819,28 @@ class PrefixCache:
     def submit(self, intent: Intent) -> Receipt:
         """Take a wish: it is applied with the next `check_hicache_events`, in the order of such calls. Where
         this cache cannot carry it out it is refused at once, by the receipt's state and reason. O(1) but for a
-        locate in the tree, which is answered here."""
+        locate in the tree, which is answered here.
+
+        >>> from hiradix.memory import ReqToTokenPool, SlotAllocator
+        >>> from hiradix.prefix_cache import CacheInitParams, EvictParams, InsertParams, RadixCache
+        >>> slots = SlotAllocator(num_tokens=64, page_size=4, device="cpu", kvcache=None)
+        >>> cache = RadixCache(CacheInitParams(False, ReqToTokenPool(8, 64), slots, page_size=4))
+        >>> key = RadixKey(range(12))
+        >>> _ = cache.insert(InsertParams(key, slots.alloc(12)))
+        >>> prompt = Selector.prefix(key)
+        >>> cache.locate(prompt).found["device"].tokens
+        12
+        >>> lease = cache.hold(prompt, ttl_s=60, tier="device")
+        >>> cache.check_hicache_events()  # the engine's next step
+        >>> cache.intent(lease.id).state.value, cache.intent(lease.id).done.tokens
+        ('held', 12)
+        >>> wish = cache.forget(prompt)  # the operator's goes before any lease
+        >>> cache.check_hicache_events()
+        >>> cache.intent(lease.id).reason, cache.intent(wish.id).by_tier["device"].tokens
+        ('forgotten by 3', 12)
+        >>> cache.total_size()
+        0
+        """
         key = intent.selector.key
         if key is not None and self.is_eagle and not key.is_bigram:
             intent = replace(intent, selector=Selector.prefix(key.bigrams()))

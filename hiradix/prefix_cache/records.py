@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from hiradix.cache import Agree, PageSource
+from hiradix.intents import IntentStats
 from hiradix.intents.limits import IntentLimits
 from hiradix.transfer import TransferStats
 from hiradix.tree import Node, RadixKey
@@ -138,6 +139,7 @@ class CacheInitParams:
     witness: ComputedPages | None = field(default=None, kw_only=True)
     adapter_of: Callable[[str | None], str] | None = field(default=None, kw_only=True)
     intents: IntentLimits = field(default=IntentLimits(), kw_only=True)
+    explain_names: int = field(default=0, kw_only=True)
 
 
 class MatchPrefixParams(NamedTuple):
@@ -286,3 +288,4 @@ class CacheStats(PoolStats):
     transfers: TransferStats | None
     window: PoolStats | None = None  # of sliding windows
     state: PoolStats | None = None  # of recurrent states, in records
+    intents: IntentStats = IntentStats()  # of wishes

@@ -1,5 +1,5 @@
-"""A whole cache with real bytes and simulated time (`tests.cache.world`), whose requests may be refused a place in
-the tree while what they compute is being forgotten."""
+"""A whole cache with real bytes and simulated time (`tests.cache.world`), whose requests may be refused a place
+in the tree while what they compute is being forgotten."""
 
 from __future__ import annotations
 

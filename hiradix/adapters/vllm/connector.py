@@ -174,7 +174,7 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
             events=_events(vllm_config, self._kv_cache_config, self._grouping),
             stored=Asked(cache.hicache_storage_backend, cache.hicache_storage_backend_extra_config.opening),
             keeps_storage=self._settings.storage_after_reset == "same",
-            no_regret=cache.hicache_no_regret,
+            no_regret=cache.is_no_regret,
             num_overlapping=vllm_config.max_concurrent_batches,
             limits=LIMITS,
             saves=saves,

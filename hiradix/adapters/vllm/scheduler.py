@@ -557,3 +557,4 @@ class SchedulerRole:
     def check(self) -> None:
         """Assert the index's invariants and that each page is in one place. O(tree)."""
         self.index.check()
+        self.intents.check()

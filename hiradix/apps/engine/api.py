@@ -10,6 +10,7 @@ from typing import Any, SupportsIndex
 
 from hiradix.config import HiCacheConfig
 from hiradix.errors import CacheError, ConfigError
+from hiradix.explain import Explanation
 from hiradix.policy.admission import admission_policies
 from hiradix.policy.uses import HINTS
 from hiradix.settings import MAX_COUNT, REQUIRED, Type, fields_of, setting
@@ -206,6 +207,7 @@ class Usage:
     cached_device: int = 0
     cached_host: int = 0
     cached_storage: int = 0
+    explanation: Explanation | None = None
 
     @property
     def cached_tokens(self) -> int:
@@ -221,7 +223,7 @@ class Output:
     back while it may be the beginning of a stop string or of a character, and cut before a stop string; it
     is "" when the model directory has no tokenizer. `finish_reason` is stop, tool_calls, length, abort or error;
     for error, `error` says why. `prompt_logprobs`: of the prompt's tokens but the first, in a request's first
-    Output where they were asked for.
+    Output where they were asked for. `matched_stop`: the stop string that ended it.
     """
 
     rid: str
@@ -232,6 +234,7 @@ class Output:
     finish_reason: str | None = None
     error: str | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    matched_stop: str | None = None
 
 
 def _count(name: str, default: int | None, text: str, **more: Any) -> Any:
@@ -301,6 +304,13 @@ class EngineConfig:
         "Most tokens of a prompt and its answer. Chooses a long rope's factors.",
         minimum=2,
         default_text="the model's",
+    )
+    explain_names: int = _count(
+        "explain_names",
+        1 << 18,
+        "Pages that have left the cache and are remembered, 15 bytes each, to explain misses; 0: nothing is "
+        "explained.",
+        minimum=0,
     )
     num_threads: int | None = _count(
         "num_threads", None, "CPU threads of the model.", maximum=MAX_THREADS, default_text="1"

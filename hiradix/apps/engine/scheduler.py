@@ -25,6 +25,7 @@ from hiradix.apps.engine.request import Request
 from hiradix.apps.engine.slots import Allocator, SlotSupply
 from hiradix.apps.engine.states import NO_STATES, NoStates, StateSlots
 from hiradix.apps.engine.turns import STOPS, Turns
+from hiradix.cache.misses import Hit
 from hiradix.errors import Misuse
 from hiradix.memory import ReqToTokenPool
 from hiradix.prefix_cache import MatchPrefixParams, PrefixCache
@@ -349,7 +350,7 @@ class Scheduler:
 
     def _take_slots(self, request: Request) -> bool:
         """Load the host part back, lock the prefix, fill the request's row; False leaves nothing held."""
-        loaded = 0
+        loaded, wanted = 0, request.host_hit_length
         if request.host_hit_length > 0 and request.num_failed_passes < _MAX_FAILED_PASSES:
             indices, node = self._cache.init_load_back(request.last_host_node, request.host_hit_length)
             loaded = len(indices)
@@ -374,16 +375,23 @@ class Scheduler:
             self._cache.dec_lock_ref(request.lock)
             request.leave_row()
             return False
-        self._count_cached(request, prefix - loaded, loaded)
+        self._count_cached(request, prefix - loaded, loaded, refused=wanted - loaded)
         return True
 
-    def _count_cached(self, request: Request, from_device: int, loaded: int) -> None:
+    def _count_cached(self, request: Request, from_device: int, loaded: int, refused: int) -> None:
         """Usage by source, at the first admission only: a retracted request finds its own tokens again."""
         if request.num_admissions > 0:
             return
         storage = min(request.storage_hit_length, loaded)
+        hit = Hit(from_device, loaded - storage, storage)
+        num_tokens = len(request.origin_input_ids)
+        key = RadixKey(request.tokens(0, num_tokens - 1), request.extra_key, cache_salt=request.cache_salt)
         request.usage = replace(
-            request.usage, cached_device=from_device, cached_host=loaded - storage, cached_storage=storage
+            request.usage,
+            cached_device=hit.device,
+            cached_host=hit.host,
+            cached_storage=hit.storage,
+            explanation=self._cache.explain(request, key, num_tokens, hit, refused),
         )
 
     # -- slots --------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from hiradix.cache.intents.planner import TIERS_BY_NAME, Planner
 from hiradix.cache.intents.removals import Branch, Removal, branch_of
 from hiradix.cache.intents.selection import keys_of
 from hiradix.cache.intents.sessions import Sessions
+from hiradix.explain import Reason
 from hiradix.intents import OPERATOR, Amount, Intent, IntentState, SelectorKind
 from hiradix.intents.limits import IntentLimits
 from hiradix.policy.learning import learner_of
@@ -179,7 +180,8 @@ class Forgetting(Job):
             payload = DeletePayload(planner.tree.page_rows(node, node.start), node.num_pages)
         for tier in self._tiers:
             if node.resident(tier):
-                self._count(planner.tree.drop_own(node, tier))
+                with planner.supply.leaving(Reason.FORGOTTEN):
+                    self._count(planner.tree.drop_own(node, tier))
         if any(node.resident(tier) for tier in self._tiers):
             return False
         if node.parent is None and self._learner is not None:
