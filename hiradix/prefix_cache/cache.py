@@ -917,7 +917,11 @@ class PrefixCache:
 
     def tenants(self) -> list[TenantUse]:
         """What each tenant has, in all tiers, those with the most bytes first. O(nodes of the tree)."""
-        return self.cache.intents.tenants()
+        used = self.cache.intents.tenants()
+        if self._attached is None or self._attached.storage is None:
+            return used
+        stored = self._attached.tenant_bytes([one.tenant for one in used])
+        return [replace(one, storage_bytes=stored.get(one.tenant)) for one in used]
 
     def name_session(self, session: str, key: RadixKey) -> None:
         """The prompt that a session has sent last, as a request's `session_name` says it when it ends."""

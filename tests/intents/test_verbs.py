@@ -369,6 +369,7 @@ def test_the_ledger_says_what_each_tenant_has():
     first, second = w.cache.intents.tenants()
     assert (first.tenant, first.device_bytes, first.host_bytes) == ("salt:a", 2 * size, 2 * size)
     assert dict(first.held_bytes) == {"device": 0, "host": 2 * size} and first.num_leases == 1
+    assert dict(first.budget_bytes) == {"device": 6 * size, "host": 12 * size}
     assert (second.tenant, second.host_bytes) == ("", size)
     w.end()
 
