@@ -31,7 +31,7 @@ from hiradix.storage.wrappers.wrapper import Wrapper
 logger = logging.getLogger(__name__)
 
 SHOWN_TENANTS, SHOWN_CHARS = 16, 12
-"""The tenants with the most bytes have a figure each in the statistics, named by so much of their account's name."""
+"""The tenants with the most bytes have a figure each, named by so much of their account's name."""
 MAX_USES = 1 << 14
 """Reads remembered until somebody has to leave."""
 MOMENT_NS = 1_000_000_000
