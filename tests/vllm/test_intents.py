@@ -69,13 +69,15 @@ class Wisher:
 
 
 def test_a_held_prefix_outlives_pressure_and_leaves_with_its_lease(start: Start, plain: Player) -> None:
-    ours = Wisher(start, {"hicache_ratio": HOST_PAGES / 40, "hicache_size": 0}, **SMALL)
+    lru = {"hicache_ratio": HOST_PAGES / 40, "hicache_size": 0, "radix_eviction_policy": "lru"}
+    ours = Wisher(start, lru, **SMALL)
     expected = plain.generate(PROMPTS[:1])
-    assert_same(expected, ours.player.generate(PROMPTS[:1]))
+    assert_same(expected, ours.player.generate(PROMPTS[:2])[:1])
     ours.player.settle()
     held = ours.wish("hold", ttl_s=3600)
     assert held["state"] == "held" and held["done"]["tokens"] == WHOLE and not held["clipped"], held
     ours.press(10)
+    assert ours.cached(PROMPTS[1]) == 0, "nobody held it"
     again = ours.player.generate(PROMPTS[:1])
     assert again[0]["cached"] == WHOLE
     assert_same(expected, again)
