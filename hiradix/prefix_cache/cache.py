@@ -172,7 +172,9 @@ class PrefixCache:
         """int64 [tokens]: the device slots of the path to `node`, from page `start` on. A fresh tensor."""
         return self._slot_table.of(self.tree.pages(node, DEVICE, start))
 
-    path_device_indices = device_slots
+    def path_device_indices(self, node: Node) -> torch.Tensor:
+        """`device_slots` of the whole path, as SGLang calls it."""
+        return self.device_slots(node)
 
     def get_height(self, node: Node) -> int:
         """How many nodes the path to `node` has; 0 for the root. O(path)."""
