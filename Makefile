@@ -40,6 +40,9 @@
 #                    (an hour; BENCH_FLAGS="--settings half --orders cached,fcfs --rounds 1" for ten minutes)
 # make bench-sglang  our cache and SGLang's own inside SGLang 0.5.23 on this CPU: hits, scheduler's cost, TTFT (5 minutes)
 # make bench-vllm    the connector beside none, vLLM's prefix cache, its example connector and LMCache's; overhead without hits
+# make ladder        38 needle prompts in each of seven arms, from no cache to kill -9, for five families of models, in our engine,
+#                    vLLM and SGLang; then wrong copies planted, which must be seen. Into build/ladder.json (an hour;
+#                    LADDER_FLAGS="--needles 4 --family window")
 # make certify       is every answer that a hit gives the one that a cold prompt gets? Asked of our own server with all tiers
 # make bench-serve URL=http://127.0.0.1:30000   the multi-turn benchmark against a running server
 # make clean         away with what was built and cached, but for the environment
@@ -79,7 +82,7 @@ endif
 	explore test test-kernels test-faults test-mutants test-compiled test-differential test-storage test-sglang test-vllm test-bench test-scale \
 	test-gpu sglang-venv vllm-venv \
 	bench-gpu bench-tree bench-transfer bench-storage bench-storage-remote bench-quantise bench-canary bench-policy \
-	bench-agents bench-agents-live bench-agents-vllm bench-waiting bench-sglang bench-vllm bench-serve certify
+	bench-agents bench-agents-live bench-agents-vllm bench-waiting bench-sglang bench-vllm bench-serve certify ladder
 help:
 	@sed -n 's/^# \(make .*\|  .*\)/  \1/p' Makefile
 
@@ -240,6 +243,14 @@ bench-waiting: $(READY)
 # CERTIFY_FLAGS="--minutes 2". Of any other server: hiradix certify URL.
 certify: $(READY)
 	$(PY) -m tests.certify.own $(CERTIFY_FLAGS)
+
+# Each engine by the Python of its lane.
+ladder: sglang-venv vllm-venv
+	$(PY) -m tests.ladder own $(LADDER_FLAGS)
+	$(PY) -m tests.ladder own --planted --needles 4
+	build/vllm-venv/bin/python -m tests.ladder vllm $(LADDER_FLAGS)
+	build/vllm-venv/bin/python -m tests.ladder vllm --planted --needles 4
+	build/sglang-venv/bin/python -m tests.ladder sglang $(LADDER_FLAGS)
 
 bench-agents-vllm: vllm-venv
 	build/vllm-venv/bin/python -m benchmarks.bench_agents_vllm $(BENCH_FLAGS)

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 
 import hiradix
 
-USAGE = """usage: hiradix {serve,bench,certify,storage,replay,size,tour} ...
+USAGE = """usage: hiradix {serve,config,bench,certify,storage,replay,size,tour} ...
 
   serve    serve a model over HTTP through a three-tier prefix cache
+  config   check, show and explain the settings of serve; settings of LMCache as ours
   bench    play multi-turn conversations against a server and report cached tokens and latency
   certify  find out over HTTP whether a server with any prefix cache answers rightly
   storage  list, check, empty, copy or time a store of pages
@@ -38,12 +39,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
+EXTRAS = {
+    "serve": "engine,server", "bench": "server", "certify": "server", "storage": "engine", "replay": "engine",
+    "size": "engine", "tour": "engine",
+}  # fmt: skip
+"""What of `pip install 'hiradix[...]'` each command needs."""
+
+
+def _lacks(command: str, error: ModuleNotFoundError) -> int:
+    """Say what a command needs that is not installed. Another's missing module is an error like any other."""
+    name = (error.name or "").partition(".")[0]
+    if command not in EXTRAS or not name or name == "hiradix":
+        raise error
+    print(
+        f"hiradix {command}: error: {name} is not installed: pip install 'hiradix[{EXTRAS[command]}]'",
+        file=sys.stderr,
+    )
+    return 2
+
+
 def _run(arguments: list[str]) -> int:
+    command = arguments[0] if arguments else ""
+    try:
+        return _command(arguments)
+    except ModuleNotFoundError as error:
+        return _lacks(command, error)
+
+
+def _command(arguments: list[str]) -> int:
     command, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
     if command == "serve":
         from hiradix.apps.server.serve import serve
 
         return serve(rest)
+    if command == "config":
+        from hiradix.apps.configure.main import main as config
+
+        return config(rest)
     if command == "bench":
         from hiradix.apps.bench.main import main as bench
 

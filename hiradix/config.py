@@ -94,6 +94,13 @@ class ExtraConfig:
         None,
         "as `--hicache-storage-identity`, which it goes before; in SGLang and vLLM too",
     )
+    hicache_no_regret: str | None = setting(
+        "hicache_no_regret",
+        Type.TEXT,
+        None,
+        "as `--hicache-no-regret`, which it goes before: inside SGLang, which has no such flag",
+        choices=("on", "off"),
+    )
     backend: Mapping[str, Any] = field(default_factory=_frozen, repr=False)
 
     @staticmethod
@@ -336,6 +343,12 @@ class HiCacheConfig:
             )
         if backend is not None and not self.enable_hierarchical_cache:
             raise ConfigError(f"--hicache-storage-backend {backend} needs --enable-hierarchical-cache")
+
+    @property
+    def is_no_regret(self) -> bool:
+        """Whether transfers that are predicted to be slower than computing are left."""
+        inside = self.hicache_storage_backend_extra_config.hicache_no_regret
+        return self.hicache_no_regret if inside is None else inside == "on"
 
     def normalised(self) -> HiCacheConfig:
         """The configuration with upstream's rewrites applied, each one logged as a warning. Idempotent."""

@@ -145,6 +145,8 @@ def _load_yaml(text: str) -> Any:
         raise ConfigError(f"not valid YAML: {_problem(error.problem)}{where}") from None
     except yaml.YAMLError:
         raise ConfigError("not valid YAML: it has characters that YAML does not allow") from None
+    except ConfigError:
+        raise
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"not valid YAML: {type(error).__name__}") from None
 

@@ -410,10 +410,15 @@ def require_text(flag: str, value: object, name: str = "") -> str:
     raise ConfigError(f"{flag} must be text, got {redact(value, name)!r}")
 
 
+def nearest_name(name: str, known: Iterable[str], likeness: float = 0.7) -> str | None:
+    """The known name that an unknown one may be meant for. likeness: 1 is equal."""
+    return next(iter(difflib.get_close_matches(name, list(known), 1, cutoff=likeness)), None)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
-    """What an error says behind an unknown name: the known one that it may be meant for; "" if none is near."""
-    found = difflib.get_close_matches(name, list(known), 1, cutoff=0.7)
-    return f"; did you mean {found[0]}?" if found else ""
+    """What an error says behind an unknown name; "" if none is near."""
+    found = nearest_name(name, known)
+    return "" if found is None else f"; did you mean {found}?"
 
 
 # -- what is hidden -----------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any
 
 from hiradix.config_files import ConfigFile, read_config_file
 from hiradix.errors import ConfigError
-from hiradix.settings import PREFIX, REQUIRED, UNSHOWN, Setting, Type, nearest, redact
+from hiradix.settings import PREFIX, REQUIRED, UNSHOWN, Setting, Type, nearest, nearest_name, redact
 
 CONFIG = Setting(
     "config",
@@ -40,6 +40,7 @@ OTHER_VARIABLES = frozenset(
 _KUBERNETES = re.compile(
     rf"{PREFIX}(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
 )
+_NEARLY = 0.85  # alike, of a name that is a slip of another; what settings have in common is less
 _KUBERNETES_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
 
 
@@ -128,8 +129,9 @@ def placed(message: str, places: Mapping[str, str]) -> str:
 
 @dataclass
 class _Findings:
-    """What is found on the way. place: of what is looked at, for its problem."""
+    """What is found on the way."""
 
+    is_guest: bool = False
     said: dict[str, list[Given]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -145,6 +147,19 @@ class _Findings:
             return
         self.said.setdefault(one.name, []).append(Given(checked, source, place, text))
 
+    def unknown(self, name: str, text: str, place: str, names: Iterable[str]) -> None:
+        """A name that is none of `names`."""
+        said = f"{place} {text}" if place == name else f"{place}: {text}"
+        if not self.is_guest:
+            self.problems.append(said + nearest(name, names))
+            return
+        bare = {one.removeprefix(PREFIX).lower(): one for one in names}
+        near = nearest_name(name.removeprefix(PREFIX).lower(), bare, _NEARLY)
+        if near is None:
+            self.notes.append(f"{said} that is read here")
+        else:
+            self.problems.append(f"{said}; did you mean {bare[near]}?")
+
 
 def resolve(
     table: Iterable[Setting],
@@ -152,16 +167,19 @@ def resolve(
     environment: Mapping[str, str],
     elsewhere: Mapping[str, str] | None = None,
     foreign: Callable[[str], str | None] = lambda name: None,
+    is_guest: bool = False,
 ) -> Resolved:
     """What counts for each setting of `table`, and all that is wrong with what the environment and the file say.
 
     said: by setting, what flags say, or an engine's own configuration; checked. The file is `config` of these
     or HIRADIX_CONFIG. elsewhere: by name, whose other settings are: in a file that several programs share they
-    are passed over with a note. foreign: what to say of a key that is another product's.
+    are passed over with a note. foreign: what to say of a key that is another product's. is_guest: the table is
+    that of a guest in an engine, which does not know all names there are: an unknown one is an error only where
+    it is nearly one of its own.
     """
     by_name = {one.name: one for one in (*table, CONFIG)}
     others = dict(elsewhere or {})
-    found = _Findings()
+    found = _Findings(is_guest)
     for name, given in said.items():
         found.said[name] = [given]
     _read_environment(by_name, others, environment, found)
@@ -199,8 +217,7 @@ def _read_environment(
                 continue
             found.add(one, SettingSource.ENVIRONMENT, name, name, value)
         elif name not in known:
-            hint = nearest(name, variables)
-            found.problems.append(f"{name} is no variable of hiradix{hint}")
+            found.unknown(name, "is no variable of hiradix", name, variables)
 
 
 def _is_of_kubernetes(name: str, value: str) -> bool:
@@ -259,9 +276,9 @@ def _unknown(
         return
     said = foreign(name)
     if said is not None:
-        found.problems.append(f"{place}: {key}: {said}")
+        found.problems.append(f"{place}: {key} {said}")
     else:
-        found.problems.append(f"{place}: {key!r:.80} is no setting{nearest(name, names)}")
+        found.unknown(name, f"{key!r:.80} is no setting", place, names)
 
 
 def shown_value(one: Setting, value: Any) -> Any:

@@ -55,6 +55,10 @@ CLIENTS = {
     "obstore": "s3",
     "mooncake": "mooncake",
     "nixl": "nixl",
+    "llguidance": "structured",
+    "openai": "dev",
+    "anthropic": "dev",
+    "langchain_openai": "dev",
 }  # in which extra each is
 
 

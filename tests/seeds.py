@@ -11,6 +11,7 @@ A test that takes its seeds from here bears the mark `seeded`, by which the expl
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
 
 import pytest
 
@@ -28,6 +29,13 @@ def seeds(count: int, start: int = 0, step: int = 1) -> range:
     """`count` seeds, `step` apart."""
     first = FIRST + start
     return range(first, first + count * step, step)
+
+
+def assert_seen(play: Callable[[int], object], seeds: Iterable[int], match: str | None = None) -> None:
+    """One of the lives that `play` plays sees the fault that is planted: it fails. They end with that one."""
+    with pytest.raises(AssertionError, match=match):
+        for seed in seeds:
+            play(seed)
 
 
 def is_enough(condition: bool) -> bool:

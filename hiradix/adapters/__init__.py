@@ -1,1 +1,1 @@
-"""Floor 6: the cache inside engines that are not ours; each is imported only there."""
+"""The cache inside SGLang and vLLM; each adapter is imported in its engine only."""

@@ -247,9 +247,22 @@ class HierarchicalCache:
     def is_blocked(self, key: RadixKey) -> bool:
         """Whether `key` may not be inserted: it is being forgotten, or pages of a failed load on its path are
         still locked."""
-        if self._removals and self._removals.cover(key):
+        if self.is_forgetting(key):
             return True
         return self._load_back is not None and self._load_back.blocks(key)
+
+    @property
+    def num_forgotten(self) -> int:
+        """How many wishes to forget something have been applied since start."""
+        return self._removals.number
+
+    def was_forgotten_since(self, key: RadixKey, number: int) -> bool:
+        """Whether pages of `key` are being forgotten, or were, by a wish behind the first `number`."""
+        return self._removals.cover_since(key, number)
+
+    def is_forgetting(self, key: RadixKey) -> bool:
+        """Whether pages of `key` are being forgotten."""
+        return bool(self._removals) and self._removals.cover(key)
 
     def inserted(self, node: Node) -> None:
         """Write through what is due on the path of `node`, which was just inserted or used again."""

@@ -153,6 +153,11 @@ class ForeignDevice:
         self._states = [component for component, kind in kinds if not kind.per_page]
 
     @property
+    def backup(self) -> StorageBackup:
+        """What brings host pages to storage beside the saves."""
+        return self._backup
+
+    @property
     def is_reading(self) -> bool:
         """Whether some worker may still read a block."""
         return bool(self._reading)
@@ -173,6 +178,8 @@ class ForeignDevice:
         blocks with the recurrent states at the end of `key`; saved if all pages and all states can be.
         """
         index, num_pages = self._index, key.num_pages(self._index.page_size)
+        if index.removals and index.removals.cover(key):
+            return
         node = index.resident_end(key)
         owner.num_saved = num_pages
         start, end = node.end, _unbroken(tables[BACKBONE], node.end, num_pages)

@@ -1,12 +1,13 @@
-"""Storage to host, while a request waits in the queue.
+"""Prefetch: storage to host, while a request waits in the queue.
 
-    query (worker hashes and asks the backend; it holds nothing) -> room for what is there, nearest to its turn
-    first (see `reserved_room`) -> reads (see `reads`), adopted into the tree as they arrive -> held on the
-    host until the request runs or ends
+    query     a worker hashes the tokens and asks the backend; no page is held meanwhile
+    room      host pages for the hit, the request nearest to its turn first (`reserved_room`)
+    reads     batches, adopted into the tree as they arrive (`reads`, `boundaries`)
+    held      the pages are locked on the host until the request runs or ends
 
-The request is told when to go on by the prefetch policy; what arrives after that still enters the tree. Who
-has no room yet is given it later by itself, and so is who had to let go of what was fetched for it. Host
-pages are allocated only when the hit length is known. Every path ends in `_finish`.
+The prefetch policy decides how long the request waits; pages that arrive later still enter the tree. A request
+that got no room, or had to let go of its pages for one nearer to its turn, is given room later without asking.
+Every path ends in `_finish`.
 """
 
 from __future__ import annotations
@@ -31,14 +32,15 @@ from hiradix.policy.prefetch_policy import PrefetchPolicy
 from hiradix.transfer import JobKind, Result, StorageExecutor
 from hiradix.tree import Node, RadixKey, RadixTree
 
-MAX_QUERIES: Final = 4  # of one request, where what was on the host when it was asked for has gone since
+MAX_QUERIES: Final = 4  # of one request: storage is asked again when pages it had on the host were evicted
 
 
 class StorageQuery(InFlightJob):
-    """What storage has of a prefetch is being asked: `asked` pages behind its anchor.
+    """A lookup in flight: how many of `asked` pages behind the anchor storage has.
 
-    start: the first of those. first_hashed: the page whose hash is the first of those that come back, prior:
-    the hash in front of that one. known: so many of the pages were not asked for in the backbone.
+    start: the first of these pages. first_hashed: the page that the first hash of the result belongs to. prior:
+    the hash of the page before it. known: leading pages whose backbone a tier has, so that storage is not asked
+    for it.
     """
 
     __slots__ = ("asked", "first_hashed", "known", "p", "prefetcher", "prior", "start")
@@ -58,12 +60,16 @@ class StorageQuery(InFlightJob):
 
 
 class Prefetcher:
-    """All prefetches under way, by request handle. `room` is the host room of requests that wait.
+    """All prefetches under way, by request handle.
 
-    What is decided here follows from requests, agreed results and the common clock, so ranks decide alike.
-    on_entered(handle, first, node): the pages of `handle` from page `first` to the end of `node` were read for
-    it and are on the host.
-    num_adopted: how often storage has found that what others stored is of these weights, agreed as well.
+    Decisions follow from requests, agreed results and the agreed clock alone, so that all ranks decide alike.
+    on_entered(handle, first, node): called when pages read for `handle`, from page `first` to the end of `node`,
+        are on the host.
+    num_adopted: an agreed count of how often storage has adopted pages of others as of these weights.
+    room: the host pages of waiting requests.
+
+    _waiting: prefetches whose request waits, in the order in which they will run. _running: those not DONE, with
+    or without a request. _loaded: (first page, pages) brought for a request, until it asks for the number.
     """
 
     def __init__(
@@ -87,9 +93,9 @@ class Prefetcher:
         self._num_adopted = num_adopted
         self.reads = self._make_reads(Arrivals(supply, on_entered), no_regret, agree)
         self._waiting = WaitingOrder()
-        self._running: list[Prefetch] = []  # not DONE; outlives the handle of an aborted request
-        self._loaded: dict[Hashable, tuple[int, int]] = {}  # first page, pages
-        self._withheld: dict[Hashable, tuple[int, Reason, float]] = {}  # end page, why, seconds waited
+        self._running: list[Prefetch] = []
+        self._loaded: dict[Hashable, tuple[int, int]] = {}
+        self._withheld: dict[Hashable, tuple[int, Reason, float]] = {}
         self.room = ReservedRoom(
             supply, self._waiting, self._running, lambda: self.caps, self._want, self._begin
         )
@@ -111,11 +117,11 @@ class Prefetcher:
 
     @property
     def caps(self) -> list[int]:
-        """Pages of each component that are held for those who wait, at most."""
+        """The most pages per component that may be held for waiting requests."""
         return [self.policy.limits.capacity_pages(pool.num_pages) for pool in self._supply.host_pools]
 
     def state(self) -> tuple[int, ...]:
-        """What is the same on all ranks: prefetches under way, requests that wait, those without room."""
+        """Counts that are equal on all ranks: prefetches under way, waiting requests, those without room."""
         return len(self._running), len(self._waiting), self.room.num_short
 
     def clear(self) -> None:
@@ -131,8 +137,8 @@ class Prefetcher:
     # -- the request's side -------------------------------------------------------------
 
     def start(self, handle: Hashable, key: RadixKey, node: Node) -> bool:
-        """A request waits: storage is asked for what follows `node` (the deepest loadable node of `key`), and
-        what the host has of it is held when there is room. False: storage is not asked."""
+        """A request waits: ask storage for the pages behind `node`, the deepest loadable node of `key`, and hold
+        its host pages once there is room. False: storage is not asked."""
         self.abort(handle)
         if not self._executor.storage_attached:
             return False
@@ -160,7 +166,7 @@ class Prefetcher:
         return True
 
     def _worth(self, key: RadixKey, node: Node) -> int:
-        """How many pages of `key` behind `node` storage is asked for; 0: it is not worth it."""
+        """How many pages of `key` behind `node` to ask storage for; 0: not worth a lookup."""
         asked = key.num_pages(self._tree.page_size) - node.end
         if asked <= 0 or not self.policy.worth_asking(asked):
             return 0
@@ -168,13 +174,13 @@ class Prefetcher:
         return asked if self.policy.worth_asking(asked) else 0
 
     def in_order(self, handles: Sequence[Hashable]) -> None:
-        """The order in which requests that wait will run, next first; those not named are behind. Until this
-        is called, it is the order in which `progress` asks for them, else that of their arrival."""
+        """Set the order in which waiting requests will run, next first; those not named stand behind. Until the
+        first call it is the order in which `progress` asks for them, else that of arrival."""
         if self._waiting.set_order(handles):
             self.room.is_stale = True
 
     def progress(self, handle: Hashable) -> bool:
-        """True when the request should go on to be scheduled, with whatever is in the tree by now."""
+        """Whether the request may be scheduled, with whatever is in the tree by now."""
         p = self._waiting.get(handle)
         if p is None:
             return True
@@ -192,12 +198,12 @@ class Prefetcher:
         return True
 
     def is_done(self, handle: Hashable) -> bool:
-        """Whether nothing more will arrive for `handle`: then `progress` will say so, too."""
+        """Whether no more pages will arrive for `handle`; `progress` is True then. Changes nothing."""
         p = self._waiting.get(handle)
         return p is None or p.goes_on or p.phase is PrefetchPhase.DONE
 
     def fetching_pages(self, handle: Hashable) -> int:
-        """Pages that storage has for it, as far as it has said so, and which are not on the host yet."""
+        """Pages of the request's hit in storage that are not on the host yet; 0 until storage has answered."""
         p = self._waiting.get(handle)
         if p is None or p.goes_on:
             return 0
@@ -209,14 +215,12 @@ class Prefetcher:
         return 0
 
     def pop_loaded_pages(self, handle: Hashable) -> int:
-        """Pages that `handle`'s prefetch brought to the host. Reading resets it."""
+        """How many pages the prefetch brought to the host; resets the number."""
         return self.pop_loaded_span(handle)[1]
 
     def pop_loaded_span(self, handle: Hashable) -> tuple[int, int]:
-        """Where those pages begin in the request's prompt, and how many they are. Reading resets it.
-
-        What others had put into the tree in the meantime lies before them.
-        """
+        """(first page in the prompt, pages) that the prefetch brought; resets both. Pages that other requests
+        put into the tree in the meantime lie before the first."""
         p = self._waiting.get(handle)
         if p is not None and self.is_done(handle):
             self._report(p)
@@ -231,8 +235,7 @@ class Prefetcher:
         return self._withheld.pop(handle, None)
 
     def stop(self, handle: Hashable) -> None:
-        """`handle` waits no more: nothing is held or fetched for it. What arrives later still enters the
-        tree."""
+        """The request waits no more: hold and fetch nothing for it. Pages in flight still enter the tree."""
         p = self._waiting.get(handle)
         if p is None:
             return
@@ -245,7 +248,7 @@ class Prefetcher:
             self._go_on(p)
 
     def abort(self, handle: Hashable) -> None:
-        """Stop for a request that runs or has ended. Its pages come back when the running read does."""
+        """`stop` for a request that runs or has ended, and forget the number of pages brought for it."""
         self.stop(handle)
         self._loaded.pop(handle, None)
         self._withheld.pop(handle, None)
@@ -256,8 +259,8 @@ class Prefetcher:
             self.stop(handle)
 
     def disown(self) -> None:
-        """Stop every prefetch, and let nothing of theirs enter the tree any more: as after a reset that
-        could not clear it, since it is in use."""
+        """Stop every prefetch and let none of their pages enter the tree: for a reset of a tree that is in
+        use."""
         self.stop_all()
         for p in self._running:
             p.end_page = -1
@@ -270,7 +273,7 @@ class Prefetcher:
                 p.end_page = -1
 
     def _report(self, p: Prefetch) -> None:
-        """Its request hears that it may run, or waits no more: what was brought for it is reported once."""
+        """Note, once, how many pages were brought: its request may run, or waits no more."""
         if not p.is_reported:
             p.is_reported = True
             if p.loaded_pages:
@@ -279,8 +282,8 @@ class Prefetcher:
                 self._withheld[p.handle] = (*p.withheld, self._clock() - p.started_s)
 
     def _look_again(self, p: Prefetch) -> None:
-        """The engine asks for one that has ended: what the host had of it may have gone, where it is not held,
-        and storage may serve by now what it had to leave unserved before it was compared."""
+        """Ask storage again for a prefetch that has ended, if its unheld host pages were evicted, or if storage
+        has adopted pages since that it did not serve before."""
         is_served = p.phase is PrefetchPhase.DONE and self._num_adopted() > p.num_adopted
         if not (is_served or p.wants_hold):
             return
@@ -291,7 +294,7 @@ class Prefetcher:
                 p.is_reported = False
 
     def _has_all(self, p: Prefetch) -> bool:
-        """Whether what storage has of `p`, which waits for room to read it, is on the host after all."""
+        """Whether all pages of a hit that waits for room are on the host by now."""
         if p.phase is not PrefetchPhase.FOUND or p.hit is None:
             return False
         return self._tree.match(p.key).loadable_node.end >= p.hit.end
@@ -305,7 +308,7 @@ class Prefetcher:
         return (end if p.hit is None else p.hit.end), Reason.DEADLINE
 
     def _is_over_time(self, p: Prefetch) -> bool:
-        """Whether the request of `p` goes on without what has not come."""
+        """Whether the request has waited as long as it may, for its pages or for room."""
         began_s, waits_with = p.started_s, p
         while waits_with.phase is PrefetchPhase.JOINED and waits_with.primary is not None:
             waits_with = waits_with.primary
@@ -319,8 +322,9 @@ class Prefetcher:
         return self._clock() - p.room_since_s >= p.room_limit_s
 
     def _takes_what_there_is(self, p: Prefetch) -> bool:
-        """Where the host has not the pages for `p`, which could run, read as much as it has pages for: those
-        that are being written, or that others use, are not waited for. False: `p` has nothing to wait for."""
+        """The request could run, there is room for it, but not enough host pages are free or evictable: read as
+        many as there are, and do not wait for pages that are being written. False: it has nothing to wait
+        for."""
         other = p.waits_with
         if other is not self.room.lacking or other.phase is not PrefetchPhase.FOUND:
             return True
@@ -329,7 +333,7 @@ class Prefetcher:
         return (wish is None or self._begin(other, wish, is_part=True)) and p.phase is not PrefetchPhase.DONE
 
     def _go_on(self, p: Prefetch) -> None:
-        """The request of `p` waits no more for what has not come: it has ended, or has had its time."""
+        """The request stops waiting, as it has ended or has had its time. Counts the pages that did not come."""
         if self._waiting.has(p):
             p.goes_on = p.timed_out = True
             reason = "host_capacity" if p.phase is PrefetchPhase.FOUND else "deadline"
@@ -339,7 +343,7 @@ class Prefetcher:
         self._drop_unwanted(p)
 
     def _drop_unwanted(self, p: Prefetch) -> None:
-        """End `p` if nobody waits for it any more, and then what it has joined, likewise."""
+        """Cancel `p` if no request waits for it any more, then the prefetch that it joined, likewise."""
         if p.stopped or p.phase is PrefetchPhase.DONE or self._is_wanted(p):
             return
         p.stopped, primary = True, p.primary
@@ -357,8 +361,8 @@ class Prefetcher:
     # -- room for what storage has ----------------------------------------------------------
 
     def _want(self, p: Prefetch) -> Wish | None:
-        """What room `p` needs now, which has none; None if none: it asks storage again, or has joined another,
-        or the host has nothing of it."""
+        """The room that `p`, which has none, needs now. None: none, as it asks storage again, joins another
+        prefetch, or has nothing on the host."""
         node = self._tree.match(p.key).loadable_node
         if p.phase is PrefetchPhase.FOUND and p.hit is not None:
             hit = p.hit
@@ -379,7 +383,7 @@ class Prefetcher:
         return Wish(node, node, [0] * len(self._tree.components))
 
     def _query_again(self, p: Prefetch, node: Node) -> bool:
-        """Storage is asked for what the host has not of `p`, if that is worth it."""
+        """Ask storage again for the pages of `p` that the host lacks; False if that is not worth it."""
         asked = 0 if p.goes_on or p.num_queries >= MAX_QUERIES else self._worth(p.key, node)
         if not asked or not self._executor.storage_attached:
             return False
@@ -394,10 +398,8 @@ class Prefetcher:
         return True
 
     def _begin(self, p: Prefetch, wish: Wish, is_part: bool = False) -> bool:
-        """Hold what the host has of `p`, and read the rest. False: the host has no pages for it, as others
-        than those who wait have them.
-
-        is_part: as many as there are pages for are enough.
+        """Hold the host pages of `p`, and read the rest. False: the host has no pages for that, as running
+        requests and transfers use them. is_part: read as many as there are pages for.
         """
         if not self.room.take(p, wish, is_part):
             return False
@@ -426,8 +428,8 @@ class Prefetcher:
     # -- the transfer's side ------------------------------------------------------------
 
     def _join(self, p: Prefetch, node: Node, num_pages: int = 1) -> bool:
-        """Have `p` wait for a running prefetch that will bring the first `num_pages` behind `node`; False if
-        there is none."""
+        """Let `p` wait for another prefetch that will bring the first `num_pages` behind `node`; False if there
+        is none."""
         primary = self._same_pages(p, node, num_pages)
         if primary is None:
             return False
@@ -465,7 +467,7 @@ class Prefetcher:
         self._in_flight.add(ticket, query)
 
     def found(self, query: StorageQuery, result: Result) -> None:
-        """Storage has answered: what it has is read as soon as there is room for it."""
+        """Apply the answer to a lookup: the hit is read as soon as there is room for it."""
         p, skip = query.p, query.start - query.first_hashed  # pages of which the hash was not known
         p.tickets.discard(query.ticket)
         anchor = self._tree.current(p.anchor) if skip and result.hashes else None
@@ -488,8 +490,8 @@ class Prefetcher:
             self._finish(p)
 
     def _is_worth_reading(self, p: Prefetch, count: int) -> bool:
-        """Whether what storage has of `p`, so many pages, is read: somebody still wants them, and they are
-        worth their time."""
+        """Whether to read a hit of `count` pages: a request still waits for it, it is long enough, and the gate
+        takes it. Counts the pages as missed if not."""
         if p.stopped or not self.policy.worth_reading(count):
             self._supply.counters.miss("dropped" if p.stopped else "below_threshold", count)
             if count:

@@ -1,4 +1,4 @@
-"""A prefetch on its way, what storage has of it, and how what arrives enters the tree."""
+"""The state of one prefetch, the pages that storage has for it, and how pages that arrive enter the tree."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ class PrefetchPhase(Enum):
     QUERY = "query"
     FOUND = "found"  # storage has pages of it, which wait for host room
     READ = "read"
-    JOINED = "joined"  # waits for another prefetch of the same pages
+    JOINED = "joined"  # waits for another prefetch that brings the same pages
     DONE = "done"
 
 
 @dataclass(slots=True, eq=False)
 class Prefetch:
-    """One request's prefetch. `lock` pins `anchor`, the deepest host node reached so far, from when it has
-    room until its request runs or ends."""
+    """One request's prefetch.
+
+    anchor: the deepest host node reached so far. lock: on it, from when the prefetch has room until its request
+    runs or ends. beside: a second lock, on resident pages behind `anchor` that end in no boundary.
+    """
 
     handle: Hashable
     key: RadixKey
@@ -36,28 +39,28 @@ class Prefetch:
     limit_s: float  # the longest its request waits for storage
     anchor: Node
     lock: Lock | None = None
-    beside: Lock | None = None  # on what the tiers have of the key behind `anchor`, in no boundary
+    beside: Lock | None = None
     phase: PrefetchPhase = PrefetchPhase.QUERY
     tickets: set[Ticket] = field(default_factory=set)
-    unread_pages: int = 0  # pages of reads that are not back yet
-    end_page: int = sys.maxsize  # the first page that did not come: what lies behind cannot be used
-    has_failed: bool = False  # that page was not gone: reading it failed
+    unread_pages: int = 0  # of reads in flight
+    end_page: int = sys.maxsize  # the first page that did not come; pages behind it cannot be used
+    has_failed: bool = False  # reading that page failed; False: storage no longer has it
     storage_epoch: int = 0  # the tree's when storage was asked
-    found_nothing: bool = False  # storage said so of its first page
+    found_nothing: bool = False  # storage does not have the first page
     is_wanted: bool = True  # its own request waits for it
-    timed_out: bool = False  # its request waited as long as it may: what was unread then is counted
-    stopped: bool = False  # nobody waits for it any more
+    timed_out: bool = False  # its request has waited as long as it may
+    stopped: bool = False  # no request waits for it, its own or one that joined it
     loaded_pages: int = 0
-    loaded_end: int = 0  # the page behind the last of those
-    primary: Prefetch | None = None
-    gained_nothing: bool = False  # by the last one that it had joined
-    num_asked: int = 0  # pages of its reads since the last were all back
-    num_came: int = 0  # and those of them that came
-    read_s: float = 0.0  # what those reads took
-    tries: int = 0  # boundaries that were found and did not arrive
-    again_end: int = 0  # where the next one is looked for: up to that page
-    hit: StorageHit | None = None  # what storage has of it, once it has said so
-    goal: int = 0  # the page where what is being read ends
+    loaded_end: int = 0  # the page behind the last loaded one
+    primary: Prefetch | None = None  # the prefetch that it has joined
+    gained_nothing: bool = False  # the last prefetch that it had joined brought it no page
+    num_asked: int = 0  # pages asked for by the reads not yet reported to the gate
+    num_came: int = 0  # of these, pages that came
+    read_s: float = 0.0  # seconds that these reads took
+    tries: int = 0  # boundaries that storage reported and that did not arrive
+    again_end: int = 0  # the page up to which the next boundary is looked for
+    hit: StorageHit | None = None  # the pages that storage has for it, once it has answered
+    goal: int = 0  # the page where the reads in flight end
     coming: list[int] = field(default_factory=list)  # pages of each component that it was given room to read
     apart_pages: int = 0  # of what was asked for, beyond what it has in common with the one it joined
     wants_hold: bool = False  # nothing is to be read: what is on the host is to be held
@@ -96,23 +99,24 @@ class Prefetch:
         return max(0, self.goal - end)
 
     def asked_from(self, node: Node) -> None:
-        """It is asked for from the end of `node` on, as far as before."""
+        """Ask for pages from the end of `node` on, up to the same end as before."""
         end = self.start_page + self.asked_pages
         self.anchor, self.start_page, self.asked_pages = node, node.end, max(0, end - node.end)
 
     def begins_at(self, end: int) -> None:
-        """It is read from page `end` on: what had come behind that for it is gone."""
+        """Read from page `end` on: pages that had come behind it were evicted."""
         kept = max(0, min(self.loaded_end, end) - (self.loaded_end - self.loaded_pages))
         self.loaded_pages, self.loaded_end = kept, end if kept else 0
         self.end_page, self.has_failed, self.again_end = sys.maxsize, False, 0
 
     @property
     def is_measured(self) -> bool:
-        """Whether what it took says something of storage: nobody let go of it before its time."""
+        """Whether its time says something of storage: it was not cancelled before its request had waited its
+        time."""
         return not self.stopped or self.timed_out
 
     def ended(self, ticket: Ticket, num_asked: int, num_came: int, duration_s: float) -> None:
-        """One of its reads is back."""
+        """Account for a read that has ended."""
         self.tickets.discard(ticket)
         self.unread_pages -= num_asked
         self.num_asked += num_asked
@@ -120,13 +124,13 @@ class Prefetch:
         self.read_s += duration_s
 
     def report_to(self, gate: NoRegret) -> None:
-        """All its reads are back: the gate hears what they were for, and what they brought."""
+        """All reads are back: report to the gate how many pages were asked for, came, and how long that took."""
         if self.is_measured:
             gate.ended(self.num_asked, self.num_came, self.read_s)
         self.num_asked, self.num_came, self.read_s = 0, 0, 0.0
 
     def lost(self, num_pages: int, counters: CacheCounters) -> None:
-        """Count pages that failed to come: no fault of storage where nobody waits for them any more."""
+        """Count pages that did not come; no fault of storage where no request waits for them any more."""
         if not self.stopped:
             counters.miss("storage_transfer", num_pages)
         elif not self.timed_out:
@@ -135,11 +139,11 @@ class Prefetch:
 
 @dataclass(frozen=True)
 class StorageHit:
-    """What storage has of a prefetch: pages [start, end) of its key, by their names.
+    """The pages [start, end) of a prefetch's key that storage has, by their hashes.
 
-    chain: the key's hashes from its first page on, where they are known. after: the hash in front of these;
-    b"" at the key's start. known: so many of the first pages
-    were not asked for, as a tier has their backbone.
+    chain: the key's hashes from its first page on, where they are known. after: the hash of the page before
+    `start`; b"" at the key's start. known: leading pages whose backbone a tier has; storage was not asked for
+    it.
     """
 
     start: int
@@ -160,7 +164,7 @@ class StorageHit:
 
 
 class Arrivals:
-    """Gives the tree what reads have brought."""
+    """Gives pages that reads have brought to the tree."""
 
     def __init__(
         self, supply: PageSupply, on_entered: Callable[[Hashable, int, Node], None] | None = None
@@ -171,8 +175,8 @@ class Arrivals:
         self.others = list(enumerate(supply.tree.components))[1:]
 
     def adopt(self, p: Prefetch, found: StorageHit, pages: PagesOf) -> None:
-        """Put what was read, each component's last pages of `found`, into the host tier; the anchor moves to
-        where they end."""
+        """Insert `pages`, of each component the last ones of `found`, into the host tier, and move the anchor to
+        their end."""
         start, count, tree = found.start, len(found.hashes), self.tree
         key = p.key.head(found.end, tree.page_size)
         usable = tree.match(key).loadable_node.end if self.others else start
@@ -202,7 +206,7 @@ class Arrivals:
             self.on_entered(p.handle, found.start, p.anchor)
 
     def _mark_stored(self, node: Node, found: StorageHit) -> None:
-        """Storage has what it was asked for."""
+        """Note that storage has the pages that it was asked for."""
         first = found.start + found.known
         for n in self.tree.path(node, first):
             n.stored = True

@@ -252,6 +252,32 @@ class TenantUse:
     saved_tokens: int = 0
 
 
+@dataclass(frozen=True)
+class IntentStats:
+    """Figures of wishes, for metrics. Tokens of full attention.
+
+    ended: wishes by verb and how they ended, since start. held_tokens, cap_tokens: of leases, by tier.
+    """
+
+    num_open: int = 0
+    num_leases: int = 0
+    num_sessions: int = 0
+    ended: dict[tuple[str, str], int] = field(default_factory=dict)
+    held_tokens: dict[str, int] = field(default_factory=dict)
+    cap_tokens: dict[str, int] = field(default_factory=dict)
+    forgotten_tokens: dict[str, int] = field(default_factory=dict)
+    saved_tokens: int = 0
+
+    def figures(self) -> dict[str, int]:
+        """All of it by name, flat."""
+        tiers = {f"held_{tier}_tokens": count for tier, count in self.held_tokens.items()}
+        caps = {f"cap_{tier}_tokens": count for tier, count in self.cap_tokens.items()}
+        gone = {f"forgotten_{tier}_tokens": count for tier, count in self.forgotten_tokens.items()}
+        ended = {f"{verb}_{state}": count for (verb, state), count in self.ended.items()}
+        named = {"open": self.num_open, "leases": self.num_leases, "sessions": self.num_sessions}
+        return {**named, "saved_tokens": self.saved_tokens, **tiers, **caps, **gone, **ended}
+
+
 def _name(what: str, name: str) -> str:
     if not name or len(name) > MAX_NAME_CHARS:
         raise BadIntent(what, f"expected a name of 1 to {MAX_NAME_CHARS} characters, got {len(name)}")

@@ -1,4 +1,4 @@
-"""Floor 2: page pools (device, pinned host), layouts as strides, allocators, page copies between pools."""
+"""Memory: page pools (device, pinned host), layouts as strides, allocators, page copies between pools."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ import torch
 
 from hiradix.memory.foreign import EngineShape
 from hiradix.memory.layout import Extent, layers_view, make_layout
-from hiradix.memory.shape import CacheShape
+from hiradix.memory.shape import CacheShape, Part
 
 Views = Sequence[memoryview]
 """A page as its buffers, in order."""
@@ -94,7 +94,8 @@ class PageComparer:
         self._extents = [Extent.of(spec, shape, 1, page_size) for spec in shape.arrays]
         self._layers = _of_model(shape, range(shape.num_layers) if layers is None else layers)
         # A state that is kept in 32 bits has been computed from what is rounded as its neighbour is.
-        self._dtype = max((spec.dtype for spec in shape.arrays), key=lambda dtype: tolerance(dtype, 0))
+        types = [part.dtype for spec in shape.arrays for part in (spec.parts or (spec,))]
+        self._dtype = max(types, key=lambda dtype: tolerance(dtype, 0))
 
     def __call__(self, own: Views, stored: Views, is_rounded: bool = False) -> Apart:
         """The largest difference relative to its tolerance. is_rounded: storage has coded both with loss."""
@@ -103,24 +104,29 @@ class PageComparer:
     def all(self, own: Views, stored: Views, is_rounded: bool = False) -> list[Apart]:
         """Each layer of each array, in the order of layers, and the bias of the first."""
         dtype = torch.uint8 if is_rounded else self._dtype
-        buffers, arrays = (self._buffer(own), self._buffer(stored)), []
+        buffers = self._buffer(own), self._buffer(stored)
+        arrays: list[list[_Difference]] = []  # of each array that of its parts
         for plane, extent in zip(self._layout.planes, self._extents, strict=True):
-            one, other = (_numbers(layers_view(buffer, plane, extent)) for buffer in buffers)
-            arrays.append((plane.spec.name, _relative(one, other), _bias(one[0], other[0]), one.shape[1]))
+            parts = [_numbers(layers_view(buffer, plane, extent), plane.spec.parts) for buffer in buffers]
+            arrays.append([_Difference.of(plane.spec.name, *pair) for pair in zip(*parts, strict=True)])
         found: list[Apart] = []
         before, known = 0.0, None
         for layer, rows in self._layers:
             most = tolerance(dtype, layer)
             if known is not None:  # no jump: what the layers before differ by, or rounding since them makes
                 most = min(most, max(MOST_JUMP * before, tolerance(dtype, layer - known)))
-            apart = [Apart(arrays[array][0], layer, arrays[array][1][row], most) for array, row in rows]
+            apart = [
+                Apart(part.name, layer, part.errors[row], most)
+                for array, row in rows
+                for part in arrays[array]
+            ]
             before, known = max(before, *(one.error for one in apart)), layer
             found += apart
         if self._layers[0][0] == 0 and not is_rounded and dtype in FIRST_LAYER:
-            for name, _, bias, count in (arrays[array] for array, _ in self._layers[0][1]):
+            for part in (part for array, _ in self._layers[0][1] for part in arrays[array]):
                 # Of few numbers rounding leans further.
-                share = max(1 / BIAS_SHARE, 2 / math.sqrt(count))
-                found.append(Apart(f"scale of the {name}", 0, bias, FIRST_LAYER[dtype] * share))
+                share = max(1 / BIAS_SHARE, 2 / math.sqrt(part.count))
+                found.append(Apart(f"scale of the {part.name}", 0, part.bias, FIRST_LAYER[dtype] * share))
         return found
 
     def _buffer(self, page: Views) -> torch.Tensor:
@@ -142,12 +148,52 @@ def _of_model(shape: CacheShape, layers: Sequence[int]) -> list[tuple[int, list[
     return [(layer, [(array, row) for array in arrays]) for row, layer in enumerate(layers)]
 
 
-def _numbers(values: torch.Tensor) -> torch.Tensor:
-    """float64 [layers, numbers]; bytes are taken for float8 codes, which they are in engines' fp8 caches."""
-    plain = values.contiguous()
-    if plain.dtype is torch.uint8:
-        plain = plain.view(torch.float8_e4m3fn)
-    return plain.to(torch.float64).flatten(1)
+@dataclass(frozen=True)
+class _Difference:
+    """Of an array, or of a part of one: the error of each layer, and the bias of the first. count: its numbers
+    in a layer."""
+
+    name: str
+    errors: list[float]
+    bias: float
+    count: int
+
+    @staticmethod
+    def of(name: str, one: torch.Tensor, other: torch.Tensor) -> _Difference:
+        return _Difference(name, _relative(one, other), _bias(one[0], other[0]), one.shape[1])
+
+
+def _numbers(values: torch.Tensor, parts: Sequence[Part]) -> list[torch.Tensor]:
+    """float64 [layers, numbers] of each of the parts that bytes consist of, but for scales.
+
+    Codes are taken times their scales, as which of both has rounded says nothing. Other bytes are taken for
+    float8 codes, which they are in engines' fp8 caches.
+    """
+    if not parts:
+        plain = values.contiguous()
+        if plain.dtype is torch.uint8:
+            plain = plain.view(torch.float8_e4m3fn)
+        return [plain.to(torch.float64).flatten(1)]
+    rows = values.contiguous().view(torch.uint8)
+    rows = rows.reshape(len(values), -1, sum(part.num_bytes for part in parts))
+    found, begin = [], 0
+    for part in parts:
+        own = rows[..., begin : begin + part.num_bytes].contiguous().view(part.dtype)
+        found.append(own.to(torch.float64))
+        begin += part.num_bytes
+    scales = {part.scaled_by for part in parts}
+    return [
+        _scaled(found[number], found[part.scaled_by])
+        if part.scaled_by is not None
+        else found[number].flatten(1)
+        for number, part in enumerate(parts)
+        if number not in scales
+    ]
+
+
+def _scaled(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """[layers, numbers] of codes [layers, rows, C] and scales [layers, rows, S], each for C / S codes."""
+    return (codes.reshape(*scales.shape, -1) * scales[..., None]).flatten(1)
 
 
 def _relative(one: torch.Tensor, other: torch.Tensor) -> list[float]:

@@ -135,8 +135,9 @@ def _shape(kvcache: Any, specs: tuple[ArraySpec, ...], num_layers: int, page_siz
     if rank and specs[0].name == "latent" and rank < specs[0].head_dim:
         width = int(getattr(kvcache, "index_head_dim", 0) or 0)
         own = SparseMLAShape(
-            num_layers, rank, specs[0].head_dim - rank, specs[0].dtype, page_size, width or 128
-        )
+            num_layers, rank, specs[0].head_dim - rank, specs[0].dtype, page_size, width or 128,
+            packed=rank if getattr(kvcache, "dsa_kv_cache_store_fp8", False) else 0,
+        )  # fmt: skip
         if own.arrays == specs:
             return own
     return EngineShape(num_layers, specs, page_size)

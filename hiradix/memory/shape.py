@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, Self
 
 import torch
@@ -18,10 +18,28 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
+class Part:
+    """`count` elements of one type among those that follow each other in a row of bytes.
+
+    scaled_by: the number of the part with their scales, each of which is for an equal share of them.
+    """
+
+    dtype: torch.dtype
+    count: int
+    scaled_by: int | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.count * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
 class ArraySpec:
     """One array of a page's data (K, V, the MLA latent, scales): rows of `num_heads` x `head_dim` elements.
 
     per_page: a page has one row per layer, not one per token: an indexer's block, a page's scales, a state.
+    parts: what the bytes of a head's elements are, where they are of several types: to compare pages, which
+    are moved as bytes. None where they are of `dtype`, or nobody knows.
     """
 
     name: str
@@ -29,6 +47,11 @@ class ArraySpec:
     head_dim: int
     dtype: torch.dtype
     per_page: bool = False
+    parts: tuple[Part, ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        if self.parts and sum(part.num_bytes for part in self.parts) != self.head_bytes:
+            raise ConfigError(f"{self.name}: parts {self.parts} of {self.head_bytes} bytes")
 
     @property
     def head_bytes(self) -> int:
@@ -92,12 +115,16 @@ class KVShape:
 
 @dataclass(frozen=True)
 class MLAShape:
-    """Multi-head latent attention: one latent row (compressed KV, then the rope part) per token and layer."""
+    """Multi-head latent attention: one latent row (compressed KV, then the rope part) per token and layer.
+
+    packed: in rows of bytes as `packed_fp8` has them the number of latents, else 0.
+    """
 
     num_layers: int
     kv_lora_rank: int
     qk_rope_head_dim: int
     dtype: torch.dtype
+    packed: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
         _require_sizes(self)
@@ -106,11 +133,21 @@ class MLAShape:
     def packed_fp8(cls, num_layers: int, kv_lora_rank: int, qk_rope_head_dim: int, **more: int) -> Self:
         """Rows as engines pack them: fp8 latents, a float32 scale per 128 of them, the rope part in bf16."""
         scales = kv_lora_rank // _SCALE_SPAN * 4
-        return cls(num_layers, kv_lora_rank + scales, 2 * qk_rope_head_dim, torch.uint8, **more)
+        sizes = kv_lora_rank + scales, 2 * qk_rope_head_dim
+        return cls(num_layers, *sizes, torch.uint8, packed=kv_lora_rank, **more)
 
     @property
     def arrays(self) -> tuple[ArraySpec, ...]:
-        return (ArraySpec("latent", 1, self.kv_lora_rank + self.qk_rope_head_dim, self.dtype),)
+        width = self.kv_lora_rank + self.qk_rope_head_dim
+        parts: tuple[Part, ...] = ()
+        if self.packed:
+            scales = self.packed // _SCALE_SPAN
+            parts = (
+                Part(torch.float8_e4m3fn, self.packed, scaled_by=1),
+                Part(torch.float32, scales),
+                Part(torch.bfloat16, (width - self.packed - 4 * scales) // 2),
+            )
+        return (ArraySpec("latent", 1, width, self.dtype, parts=parts),)
 
     def numbers(self) -> tuple[int, ...]:
         return (self.num_layers, self.kv_lora_rank, self.qk_rope_head_dim)
@@ -129,9 +166,13 @@ class SparseMLAShape(MLAShape):
 
     @property
     def arrays(self) -> tuple[ArraySpec, ...]:
-        token = self.index_head_dim + self.index_head_dim // _SCALE_SPAN * 4
-        block = ArraySpec("index_k", 1, self.page_size * token, torch.uint8, per_page=True)
-        return (*super().arrays, block)
+        num_scales = self.page_size * (self.index_head_dim // _SCALE_SPAN)
+        parts = (
+            Part(torch.float8_e4m3fn, self.page_size * self.index_head_dim, scaled_by=1),
+            Part(torch.float32, num_scales),
+        )
+        num_bytes = sum(part.num_bytes for part in parts)
+        return (*super().arrays, ArraySpec("index_k", 1, num_bytes, torch.uint8, per_page=True, parts=parts))
 
     def numbers(self) -> tuple[int, ...]:
         return (*super().numbers(), self.page_size, self.index_head_dim)

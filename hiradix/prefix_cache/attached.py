@@ -9,6 +9,7 @@ from typing import Any, SupportsFloat
 from hiradix.cache import HierarchicalCache
 from hiradix.config import PREFETCH_POLICIES, WRITE_POLICIES, ExtraConfig, parse_extra_config
 from hiradix.errors import CacheError, ConfigError, Misuse, StorageError
+from hiradix.intents import TIER_NAMES
 from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy
 from hiradix.policy.write_policy import WritePolicy
 from hiradix.storage import Stores
@@ -168,6 +169,24 @@ class AttachedStorage:
             self.storage = self.name = None
         return storage
 
+    def add_other(self, store: str, opened: OpenedStorage) -> None:
+        """Have what `open` gave as a store of that name beside the attached one, to bring pages to. It is the
+        cache's from now on. StorageError, having closed it: the name is taken, or is a tier's."""
+        try:
+            if store in TIER_NAMES:
+                raise StorageError(f"store: {store!r} is a tier, name it otherwise")
+            self._controller.open_other(store, opened.storage)
+        except CacheError:
+            opened.storage.close()
+            raise
+
+    def remove_other(self, store: str) -> bool:
+        """Close such a store; False: there is none of that name."""
+        storage = self._controller.close_other(store)
+        if storage is not None:
+            storage.close()
+        return storage is not None
+
     def clear(self) -> bool:
         """Delete this model's pages from storage. False when there is no storage or it failed on any rank."""
         return self.storage is not None and self.cleared(self.storage.clear())
@@ -180,6 +199,8 @@ class AttachedStorage:
 
     def close(self) -> None:
         """Close the backend of a cache that has ended."""
+        for other in self._controller.other_stores:
+            self.remove_other(other)
         if self.storage is not None:
             self.storage.close()
             self.storage = self.name = None

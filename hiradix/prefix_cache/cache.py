@@ -98,7 +98,8 @@ class PrefixCache:
         self._attached: AttachedStorage | None = None
         if host is not None and storage_factory is not None:
             self._attached = AttachedStorage(self.cache, storage_factory)
-        self._counted: set[str] = set()  # running requests whose found prefix was counted as used
+        # running requests whose found prefix was counted as used: how much had been forgotten by then
+        self._counted: dict[str, int] = {}
         self._copies = RowCopies()
         num_pages = 0 if self._pages.end_page is None else self._pages.num_pages
         self._slot_table = SlotTable(num_pages, self.page_size, self.device)
@@ -354,10 +355,17 @@ class PrefixCache:
         """Insert `key` from the node `req` holds, with its record of state; slots behind that node go to the
         tree or are freed."""
         held, beside = self._held(req), self._beside
+        if self._was_forgotten(key, req):
+            return self.tree.lock(held.node, DEVICE)
         pages = pages_of(row, self.page_size, held.node.end * self.page_size, len(key))
         if beside is None or self.cache.is_blocked(key):
             return self.insert_pages(key, pages, held, ended)
         return self.insert_pages(key, pages, held, ended, beside.record_of(req, len(key)))
+
+    def _was_forgotten(self, key: RadixKey, req: RequestLike) -> bool:
+        """Whether `key` was to be forgotten when `req` ran already: what it has computed stays its own."""
+        began = self._counted.get(req.rid)
+        return began is not None and self.cache.was_forgotten_since(key, began)
 
     def _held_pages(self, node: Node, start: int, num_pages: int, component: int) -> Pages:
         """int32 [num_pages]: the tree's device pages of the path of `node` from page `start` on; 0: none."""
@@ -496,13 +504,13 @@ class PrefixCache:
     def forget_request(self, req: RequestLike) -> None:
         """A request has ended, or runs anew from its beginning."""
         self.release_aborted_request(req.rid)
-        self._counted.discard(req.rid)
+        self._counted.pop(req.rid, None)
         self._copies.forget(req.rid)
 
     def count_use(self, req: RequestLike) -> None:
         """Count the prefix a request found as used, once; it may be due to be copied down now."""
         if req.rid not in self._counted:
-            self._counted.add(req.rid)
+            self._counted[req.rid] = self.cache.num_forgotten
             self.terminate_prefetch(req.rid)  # it runs: nothing need be held for it any more
             self.cache.count_use(req.last_node, _priority_of(req))
             self.cache.inserted(req.last_node)
@@ -668,6 +676,13 @@ class PrefixCache:
             self._refuse_unnamed(req)
         if self.disable or self._prefetcher is None or not self.enable_storage:
             return False
+        key = self._prefetch_key(last_host_node, new_input_tokens, req)
+        return not self.cache.is_forgetting(key) and self._prefetcher.start(req_id, key, last_host_node)
+
+    def _prefetch_key(
+        self, last_host_node: Node, new_input_tokens: Sequence[int], req: RequestLike | None
+    ) -> RadixKey:
+        """The whole pages of a prompt whose last tokens follow a node."""
         if req is None:
             path = self.tree.path_key(last_host_node)
             known = last_host_node.end * self.page_size  # its next token, which bigrams look at, is new
@@ -682,7 +697,7 @@ class PrefixCache:
             num_tokens = last_host_node.end * self.page_size + len(new_input_tokens)
             tokens = as_tokens(req.fill_ids)[: num_tokens + self.is_eagle].copy()  # the request's may change
             key = self._key(tokens, req)[:num_tokens]
-        return self._prefetcher.start(req_id, key.page_aligned(self.page_size), last_host_node)
+        return key.page_aligned(self.page_size)
 
     def prefetch_in_order(self, req_ids: Sequence[Hashable]) -> None:
         """The order in which waiting requests will run, next first: in it they are fetched, as much ahead as
@@ -802,7 +817,28 @@ class PrefixCache:
     def submit(self, intent: Intent) -> Receipt:
         """Take a wish: it is applied with the next `check_hicache_events`, in the order of such calls. Where
         this cache cannot carry it out it is refused at once, by the receipt's state and reason. O(1) but for a
-        locate in the tree, which is answered here."""
+        locate in the tree, which is answered here.
+
+        >>> from hiradix.memory import ReqToTokenPool, SlotAllocator
+        >>> from hiradix.prefix_cache import CacheInitParams, EvictParams, InsertParams, RadixCache
+        >>> slots = SlotAllocator(num_tokens=64, page_size=4, device="cpu", kvcache=None)
+        >>> cache = RadixCache(CacheInitParams(False, ReqToTokenPool(8, 64), slots, page_size=4))
+        >>> key = RadixKey(range(12))
+        >>> _ = cache.insert(InsertParams(key, slots.alloc(12)))
+        >>> prompt = Selector.prefix(key)
+        >>> cache.locate(prompt).found["device"].tokens
+        12
+        >>> lease = cache.hold(prompt, ttl_s=60, tier="device")
+        >>> cache.check_hicache_events()  # the engine's next step
+        >>> cache.intent(lease.id).state.value, cache.intent(lease.id).done.tokens
+        ('held', 12)
+        >>> wish = cache.forget(prompt)  # the operator's goes before any lease
+        >>> cache.check_hicache_events()
+        >>> cache.intent(lease.id).reason, cache.intent(wish.id).by_tier["device"].tokens
+        ('forgotten by 3', 12)
+        >>> cache.total_size()
+        0
+        """
         key = intent.selector.key
         if key is not None and self.is_eagle and not key.is_bigram:
             intent = replace(intent, selector=Selector.prefix(key.bigrams()))

@@ -200,7 +200,7 @@ def _tier(
         controller,
         WritePolicy.from_name(config.hicache_write_policy),
         PrefetchPolicy.from_name(config.hicache_storage_prefetch_policy, limits),
-        no_regret=config.hicache_no_regret,
+        no_regret=config.is_no_regret,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from hiradix.cache import Agree, PageSource
+from hiradix.intents import IntentStats
 from hiradix.intents.limits import IntentLimits
 from hiradix.transfer import TransferStats
 from hiradix.tree import Node, RadixKey
@@ -287,3 +288,4 @@ class CacheStats(PoolStats):
     transfers: TransferStats | None
     window: PoolStats | None = None  # of sliding windows
     state: PoolStats | None = None  # of recurrent states, in records
+    intents: IntentStats = IntentStats()  # of wishes

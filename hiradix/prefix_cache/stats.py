@@ -26,6 +26,7 @@ def stats_of(
     prefetcher = cache.prefetcher
     return CacheStats(
         **asdict(_pool_stats(cache, BACKBONE, page_size)),
+        intents=cache.intents.stats(),
         window=window,
         state=state,
         unfulfilled={reason: count * page_size for reason, count in unfulfilled.items()},

@@ -22,8 +22,8 @@ from hiradix.storage.generations import (
 )
 from hiradix.storage.guard.breaker import BreakerLimits, BreakerState
 from hiradix.storage.guard.guard import GuardedStorage, GuardLimits
-from hiradix.storage.guard.joining import JoiningStorage, StoragePart
-from hiradix.storage.guard.stores import PageStore, Stores, WhenJoined
+from hiradix.storage.guard.joining import JoiningStorage
+from hiradix.storage.guard.stores import PageStore, StoragePart, Stores, WhenJoined
 from hiradix.storage.kit.meters import Histogram, MissReason, Op
 from hiradix.storage.opening import StoreSettings, open_storage
 from hiradix.storage.protocol import BadKey, Page, StorageBackend, StorageContext, Traits, check_key

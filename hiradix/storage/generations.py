@@ -38,8 +38,7 @@ from hiradix.storage.batch import Batch
 from hiradix.storage.components import ComponentPages, PageDifference
 from hiradix.storage.guard.breaker import Troubles
 from hiradix.storage.guard.calls import as_answered, has_failed
-from hiradix.storage.guard.joining import StoragePart
-from hiradix.storage.guard.stores import PageStore, Stores
+from hiradix.storage.guard.stores import PageStore, StoragePart, Stores
 from hiradix.storage.opening import StoreSettings
 from hiradix.storage.protocol import Page
 from hiradix.storage.wrappers import quantise

@@ -11,9 +11,9 @@ from typing import Any
 from hiradix.errors import ConfigError, Unreachable
 from hiradix.settings import read, settings_of
 from hiradix.storage.guard.guard import GuardedStorage, GuardLimits
-from hiradix.storage.guard.joining import Joiner, JoiningStorage, JoinLimits, StoragePart, opened
+from hiradix.storage.guard.joining import Joiner, JoiningStorage, JoinLimits, opened
 from hiradix.storage.guard.not_joined import NotJoined
-from hiradix.storage.guard.stores import Stores
+from hiradix.storage.guard.stores import StoragePart, Stores
 from hiradix.storage.identities import remember
 from hiradix.storage.kit.call_threads import ABANDONED
 from hiradix.storage.kit.options import CHECKSUM, flag

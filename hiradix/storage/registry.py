@@ -34,6 +34,7 @@ _SGLANG = (
 _REDIS = BackendSpec("hiradix.storage.backends.redis.backend:RedisBackend", "pip install 'hiradix[redis]'")
 _registered: dict[str, BackendSpec] = {
     "disk": BackendSpec("hiradix.storage.backends.disk:DiskBackend"),
+    # FileBackend of backends/file, unless `naming` asks for SGLang's files
     "file": BackendSpec("hiradix.storage.backends.sglang.files:FileByNaming"),
     "redis": _REDIS,
     "valkey": _REDIS,

@@ -168,16 +168,19 @@ class StorageRunner:
     def _delete_named(self, task: Task, payload: DeletePayload) -> Iterator[None]:
         self._hash(task, payload.rows)
         yield
-        first = len(payload.rows) - payload.num_pages
+        first, is_unlisted = len(payload.rows) - payload.num_pages, False
         for pair in reversed(range(len(self.parts))):
             use, storage = _use_of_rows(task.hashes, payload.rows, first, pair), self._part(pair)
-            task.num_pages, is_unlisted = 0, False
+            behind = 0
+            if payload.continues and payload.num_pages:
+                found = storage.forget_behind(use.part(payload.num_pages - 1, payload.num_pages))
+                is_unlisted, behind = is_unlisted or found is None, found or 0
+                yield
+            task.num_pages = behind
             for start in range(0, payload.num_pages, self._batch_pages):
                 batch = use.part(start, start + self._batch_pages)
-                behind = storage.forget_behind(batch) if payload.continues else 0
-                is_unlisted |= behind is None
                 _done(storage.delete(batch))
-                task.num_pages += len(batch) + (behind or 0)
+                task.num_pages += len(batch)
                 yield
         if is_unlisted:
             raise Stopped(FailReason.UNLISTED)

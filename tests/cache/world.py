@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from hiradix.cache import HierarchicalCache, HostTier
+from hiradix.intents.limits import IntentLimits
 from hiradix.memory import DevicePool, HostPool, KVShape, make_transport
 from hiradix.policy.eviction import make_order
 from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy
@@ -123,6 +124,7 @@ class Setup:
     order: str = "lru"
     layout: str = "page_first"
     threshold_tokens: int = PAGE_SIZE
+    intents: IntentLimits = IntentLimits()
 
 
 @dataclass(eq=False)
@@ -171,7 +173,9 @@ class World:
             PrefetchPolicy.from_name(setup.prefetch_policy, limits),
         )
         tree = RadixTree(PAGE_SIZE, order=make_order(setup.order))
-        self.cache = HierarchicalCache(tree, self.device, host_tier, clock=self.driver.now)
+        self.cache = HierarchicalCache(
+            tree, self.device, host_tier, clock=self.driver.now, intents=setup.intents
+        )
         self.running: list[Running] = []
         self.known: set[RadixKey] = set()
         self.gates: tuple[int, ...] = ()  # loads that the next pass waits for, as the engine keeps them

@@ -18,6 +18,7 @@ from hiradix.storage import Batch, StorageContext, open_storage
 from hiradix.storage.backends.disk import DiskBackend
 from hiradix.storage.backends.disk import log as log_module
 from hiradix.storage.backends.disk.record import RECORD_BYTES
+from tests.contracts.clocks import check_a_clock_that_was_ahead
 from tests.contracts.storage import (
     FINGERPRINT,
     OTHER,
@@ -375,24 +376,7 @@ def test_reads_do_not_write_to_the_log_again_and_again(make: Make, tmp_path: Pat
 
 
 def test_pages_of_a_clock_that_was_ahead_go_first_unless_they_are_used(make: Make) -> None:
-    """They stayed for ever, and each new page left at the next start."""
-    clock = [4_000_000_000 * 10**9]
-
-    def restart() -> DiskBackend:
-        clock[0] += 10**9
-        return make(time_ns=lambda: clock[0], max_size=cap_of(3))
-
-    store = restart()
-    put(store, keys_of(3))
-    store.close()
-    clock[0] = 1_700_000_000 * 10**9
-    store = restart()
-    assert hits(store, [key_of(0)]) == [True]
-    for number in (10, 11):
-        store.close()
-        store = restart()
-        put(store, keys_of(1, number))
-    assert hits(store, [*keys_of(3), *keys_of(2, 10)]) == [True, False, False, True, True]
+    check_a_clock_that_was_ahead(lambda clock: make(time_ns=clock, max_size=cap_of(3)))
 
 
 @pytest.mark.parametrize("verify", ["off", "always"])

@@ -7,6 +7,7 @@ import re
 import sys
 from dataclasses import replace
 
+import llguidance  # noqa: F401
 import pytest
 
 from hiradix.apps.engine import RequestError, SamplingParams
@@ -17,7 +18,6 @@ from tests.engine.checkpoints import prompts
 from tests.engine.conftest import MakeEngine
 from tests.engine.driving import assert_empty, serve, tokens
 
-pytest.importorskip("llguidance")
 PAGES = HiCacheConfig(page_size=16)
 SCHEMA = {
     "type": "object",
@@ -66,15 +66,14 @@ def test_a_grammar_in_either_notation(make_engine: MakeEngine, text: str) -> Non
         assert re.fullmatch("yes|no[0-9]", answer.text)
 
 
-def test_behind_a_hit_and_after_retractions_the_answer_is_the_same(make_engine: MakeEngine) -> None:
+def test_behind_a_hit_the_answer_is_the_same(make_engine: MakeEngine) -> None:
     asked = prompts([50, 37, 50], seed=3)
     grammar = forms.of_regex("([a-z]{2} ){25}")
     params = replace(WARM, max_new_tokens=60, seed=7, grammar=grammar, repetition_penalty=1.2)
     expected = tokens(serve(make_engine(cache=PAGES), asked, params))
-    tight = make_engine(cache=PAGES, build_cache=build_prefix_cache, max_total_tokens=176)
+    engine = make_engine(cache=PAGES, build_cache=build_prefix_cache)
     for _ in range(2):
-        assert tokens(serve(tight, asked, params)) == expected
-    assert tight.info().num_retractions > 0
+        assert tokens(serve(engine, asked, params)) == expected
 
 
 def test_an_answer_cut_by_its_length_says_so(make_engine: MakeEngine) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from hiradix.apps.engine import RequestError, SamplingParams
+from hiradix.apps.engine import RequestError, SamplingParams, ranks
 from hiradix.apps.engine.logits import LogitsProcessor, changes_logits
 from hiradix.apps.engine.sampler import Draw, sample, score
 from hiradix.config import HiCacheConfig
@@ -228,3 +229,8 @@ def test_scores_of_many_rows_are_those_of_each() -> None:
         expected = torch.log_softmax(logits[row], 0)
         assert entry.logprob == pytest.approx(float(expected[ids[row]]), abs=1e-5)
         assert [value for _, value in entry.top] == pytest.approx(expected.topk(2).values.tolist(), abs=1e-5)
+
+
+def test_other_ranks_are_told_the_same() -> None:
+    params = replace(ALL, stop=("a",), stop_token_ids=(3,), tool_markers=("<call>",), grammar="start: x")
+    assert ranks._params(json.loads(json.dumps(asdict(params)))) == params

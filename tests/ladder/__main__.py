@@ -24,6 +24,7 @@ from tests.ladder.needles import NUM_NEEDLES
 from tests.puppet import ROOT
 
 ENGINES = {"own": "Own", "vllm": "Vllm", "sglang": "Sglang"}
+BROKE_OFF = "(broke off)"
 HEAD = f"{'engine':8} {'family':12} {'arm':32} {'answers':>7} {'wrong':>6} {'ties':>5} {'hits':>8} {'s':>7}"
 
 
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
         )
         rows.append(row)
     _record(asked.record, engine.name, rows)
-    return int(any(row.wrong or row.note or row.proven < row.wanted for row in rows))
+    return int(any(row.arm == BROKE_OFF or row.wrong or row.proven < row.wanted for row in rows))
 
 
 def _rows(engine: LadderEngine, families: Sequence[str], count: int) -> Iterator[Row]:
@@ -60,7 +61,7 @@ def _rows(engine: LadderEngine, families: Sequence[str], count: int) -> Iterator
                 yield from climbed(Climb(engine, family, Path(folder), count))
             except AssertionError as error:
                 note = str(error).strip().splitlines()[0][:300] if str(error) else "an assertion failed"
-                yield Row(engine.name, family, "(broke off)", 0, 0, 0, 0, 0, 0.0, {}, note)
+                yield Row(engine.name, family, BROKE_OFF, 0, 0, 0, 0, 0, 0.0, {}, note)
 
 
 def _planted(engine: LadderEngine, families: Sequence[str], count: int) -> int:

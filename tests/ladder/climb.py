@@ -25,6 +25,7 @@ MAX_TOKENS = 6
 CROWD_TOKENS = 24  # so many that requests outgrow what there was room for when they began
 LEAST_APART = 30.0
 KEEP = 3
+ABORT_STEPS = 6  # of an engine's steps, from one abort of a crowd to the next
 WRITTEN_S = 120.0
 TIERS = ("device", "host", "storage")
 Answers = Sequence[dict[str, Any]]
@@ -36,8 +37,8 @@ class Run:
 
     write: its checkpoint, into a folder. page: tokens of a page. engine: the engine's own settings; crowded:
     those of a life with so little memory that requests give theirs up. own_hits: the engine computes otherwise
-    behind a hit, whoever had it: hits are judged by those of its own prefix cache. one_by_one: answers depend
-    on what is computed beside them, without a cache too, so that nothing is, and nobody is preempted.
+    behind a hit, whoever had it: hits are judged by those of its own prefix cache. alone: why it computes one
+    request at a time, so that none is preempted.
     """
 
     write: Callable[[Path], object]
@@ -45,7 +46,7 @@ class Run:
     engine: Mapping[str, Any] = field(default_factory=dict)
     crowded: Mapping[str, Any] = field(default_factory=dict)
     own_hits: bool = False
-    one_by_one: bool = False
+    alone: str = ""
 
 
 class Life(ABC):
@@ -331,16 +332,18 @@ def storage(climb: Climb) -> list[Judged]:
 
 def storage_with_faults(climb: Climb) -> list[Judged]:
     """The store damages pages, loses some, fails each call; then it behaves, and hits are there again."""
-    judged = []
+    life, judged = climb.living, []
     for fault in [*(name for name in FAULTS if name), ""]:
-        climb.living.settle()
+        life.settle()
         climb.misbehave(fault)
-        climb.living.forget(host=True)
-        answers = climb.living.answer(climb.prompts)
+        life.forget(host=True)
+        answers = life.answer(climb.prompts)
         judged.append(Judged.of(climb.expected, answers))
         if fault in ("damages", "raises"):
             assert sum(answer["storage"] for answer in answers) == 0, fault
-    return judged
+    life.settle()  # what the breaker has left out by then is stored now
+    life.forget(host=True)
+    return [*judged, _asked_again(climb, "storage")]
 
 
 def storage_in_a_new_process(climb: Climb) -> list[Judged]:
@@ -361,7 +364,7 @@ def concurrency(climb: Climb) -> list[Judged]:
     expected = [right[number] for number in kept]
     judged = [Judged.of(expected, list(kept.values()))]
     preempted = life.num_preempted()
-    assert preempted > 0 or run.one_by_one, "nobody had to give memory up"
+    assert preempted > 0 or run.alone, "nobody had to give memory up"
     life.settle()
     before = _num_files(climb.pages)
     life.begin_crowd(climb.unseen)
@@ -396,7 +399,8 @@ def climbed(climb: Climb, arms: Sequence[str] = tuple(ARMS)) -> Iterator[Row]:
     try:
         for name in arms:
             begin_s = time.monotonic()
-            yield climb.row(name, begin_s, ARMS[name](climb))
+            judged = ARMS[name](climb)
+            yield climb.row(name, begin_s, judged, climb.run.alone if ARMS[name] is concurrency else "")
     finally:
         climb.close()
 

@@ -14,7 +14,7 @@ VOCAB = 380  # tokens that all the ladder's models know
 FACT_START, FACT_TOKENS = 4, 24
 NUM_NEEDLES = 38
 LENGTHS = 3  # prompts of so many lengths, a page apart
-QUESTION_TOKENS = 7  # behind the last whole page
+ROOM = 9  # tokens from a prompt's end to the end of its page: a longer answer needs another one
 LEAST_TOKENS = 192
 
 
@@ -29,10 +29,10 @@ class Needle:
 def needles(count: int, page: int, name: str) -> list[Needle]:
     """Pairs of prompts of at least `LEAST_TOKENS`, and of two whole pages. Only those of a pair begin alike."""
     made = []
-    least = max(2, -(-LEAST_TOKENS // page)) * page
+    least, question = max(2, -(-LEAST_TOKENS // page)) * page, page - ROOM if page > ROOM else ROOM
     for number in range(count):
         pair = number // 2
-        tokens = _tokens(f"{name}/{pair}", least + pair % LENGTHS * page + QUESTION_TOKENS)
+        tokens = _tokens(f"{name}/{pair}", least + pair % LENGTHS * page + question)
         tokens[FACT_START : FACT_START + FACT_TOKENS] = _tokens(f"{name}/fact/{number}", FACT_TOKENS)
         made.append(Needle(tokens))
     return made

@@ -17,6 +17,7 @@ from hiradix.apps.engine import Engine, EngineConfig, Output, SamplingParams
 from hiradix.config import ExtraConfig, HiCacheConfig
 from hiradix.prefix_cache import EvictParams
 from tests.ladder import planted, store
+from tests.ladder.climb import ABORT_STEPS
 from tests.puppet import obey
 
 TOP = 5
@@ -60,7 +61,7 @@ class Play:
         return _answer(said[rid])
 
     def crowd(self, prompts: list[list[int]], max_tokens: int, keep: int) -> Any:
-        """All at once; all but every `keep`-th are aborted at different steps. The kept answers by number."""
+        """All at once; all but every `keep`-th are aborted. The kept answers by number."""
         rids = [self._add(prompt, max_tokens) for prompt in prompts]
         doomed = [rid for number, rid in enumerate(rids) if number % keep]
         said: dict[str, list[Output]] = {}
@@ -68,7 +69,7 @@ class Play:
         while self.engine.has_work:
             self._step(said)
             steps += 1
-            if doomed and steps % 2 == 0:
+            if doomed and steps % ABORT_STEPS == 0:
                 self.engine.abort(doomed.pop(steps % len(doomed)))
         return {number: _answer(said[rid]) for number, rid in enumerate(rids) if number % keep == 0}
 

@@ -31,7 +31,8 @@ from tests.warm import Forked, program
 
 PAGE = 16
 DEVICE_TOKENS = 2048
-SMALL: dict[str, Any] = {"max-total-tokens": 768, "schedule-conservativeness": 0.05}
+SMALL: dict[str, Any] = {"max-total-tokens": 720, "schedule-conservativeness": 0.05}
+FEW = SMALL | {"max-total-tokens": 640}
 # On a CPU a request has one state, so pages are of one token.
 ONE_STATE = {"page-size": 1, "disable-overlap-schedule": True, "max-mamba-cache-size": 24}
 STATES = ONE_STATE | {"max-running-requests": 4}
@@ -134,8 +135,8 @@ class Sglang(LadderEngine):
         "window": Run(write_window_model, PAGE, {"max-running-requests": 4}, SMALL),
         # `torch_native` attends to cached latent rows unlike to fresh ones, in SGLang's own cache too.
         "latent": Run(write_latent_model, PAGE, {}, SMALL, own_hits=True),
-        "gated delta": Run(write_gated_delta_model, 1, STATES, SMALL),
-        "mamba 2": Run(write_mamba2_model, 1, STATES, SMALL),
+        "gated delta": Run(write_gated_delta_model, 1, STATES, FEW),
+        "mamba 2": Run(write_mamba2_model, 1, STATES, FEW),
     }
 
     def start(self, run: Run, model: Path, start: Start) -> Life:

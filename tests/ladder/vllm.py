@@ -24,6 +24,7 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "initializer_range": 0.2,
 }  # fmt: skip
 WIDE = {"hidden_size": 128, "num_key_value_heads": 4}
+STATES: dict[str, Any] = {"max_model_len": 1024}
 HYBRID: dict[str, Any] = {
     "skip_tokenizer_init": True, "enable_prefix_caching": True, "block_size": None,
     "disable_hybrid_kv_cache_manager": False,
@@ -41,14 +42,10 @@ def _model(kind: str, dtype: str = "float32", **fields: Any) -> Callable[[Path],
     return write
 
 
-def _crowded(tokens: int, page: int, **more: Any) -> dict[str, Any]:
-    return {"num_gpu_blocks_override": tokens // page, **more}
-
-
 RUNS = {
     "full": Run(
         write_tiny_model, BLOCK, {"enable_prefix_caching": True},
-        _crowded(1024, BLOCK, max_num_batched_tokens=64, max_num_seqs=8),
+        {"num_gpu_blocks_override": 28, "max_num_batched_tokens": 64, "max_num_seqs": 8},
     ),
     "window": Run(
         _model(
@@ -56,7 +53,7 @@ RUNS = {
             layer_types=(["sliding_attention"] * 2 + ["full_attention"]) * 2 + ["sliding_attention"],
         ),
         BLOCK, HYBRID | {"block_size": BLOCK},
-        _crowded(2560, BLOCK, max_num_batched_tokens=64, max_num_seqs=8),
+        {"num_gpu_blocks_override": 64, "max_num_batched_tokens": 64, "max_num_seqs": 8},
     ),
     # the kernel for any processor: what those with AMX have takes no float32; its blocks are of 16 tokens
     "latent": Run(
@@ -71,7 +68,8 @@ RUNS = {
             "enable_prefix_caching": True, "block_size": 16,
         },
         {"max_num_batched_tokens": 64},
-        own_hits=True, one_by_one=True,
+        own_hits=True,
+        alone="the kernel answers otherwise where prompts share a step, without a connector too",
     ),
     "gated delta": Run(
         _model(
@@ -79,8 +77,8 @@ RUNS = {
             linear_key_head_dim=128, linear_value_head_dim=128, num_experts=4, num_experts_per_tok=2,
             moe_intermediate_size=64, shared_expert_intermediate_size=64, full_attention_interval=4,
         ),
-        STATE_BLOCK, HYBRID | {"dtype": "bfloat16", "max_num_batched_tokens": 1024},
-        {"num_gpu_blocks_override": 48, "max_num_seqs": 8},
+        STATE_BLOCK, HYBRID | STATES | {"dtype": "bfloat16", "max_num_batched_tokens": 1024},
+        {"num_gpu_blocks_override": 32, "max_num_seqs": 8},
     ),
     # The CPU kernels of Mamba 2 leave no state behind inside of a step, so no step goes over a block's end.
     "mamba 2": Run(
@@ -89,8 +87,9 @@ RUNS = {
             mamba_expand=2, layer_types=["mamba", "mamba", "attention", "mamba"], num_local_experts=4,
             num_experts_per_tok=2, shared_intermediate_size=64,
         ),
-        STATE_BLOCK, HYBRID | {"max_num_batched_tokens": STATE_BLOCK},
-        {"num_gpu_blocks_override": 48, "max_num_seqs": 8},
+        STATE_BLOCK, HYBRID | STATES | {"max_num_batched_tokens": STATE_BLOCK},
+        {"num_gpu_blocks_override": 32, "max_num_seqs": 8},
+        alone="a prefill takes whole steps, as these are of one block",
     ),
 }  # fmt: skip
 
@@ -114,7 +113,7 @@ class Vllm(LadderEngine):
 
     def start(self, run: Run, model: Path, start: Start) -> Life:
         engine: dict[str, Any] = {
-            "model": str(model), "dtype": "float32", "max_model_len": 2048, "enforce_eager": True,
+            "model": str(model), "dtype": "float32", "max_model_len": 512, "enforce_eager": True,
             "max_num_seqs": 16, "block_size": BLOCK, "kv_cache_memory_bytes": KV_BYTES,
         }  # fmt: skip
         connector = None

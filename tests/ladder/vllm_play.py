@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.ladder import planted, store
+from tests.ladder.climb import ABORT_STEPS
 from tests.puppet import obey
 from tests.vllm.play import FIRST, Play
 
@@ -43,8 +44,8 @@ class LadderPlay(Play):
         return state["hit_tokens"], state["fetch_read"] * self._scheduler.connector.scheduler.index.page_size
 
     def crowd(self, prompts: list[list[int]], max_tokens: int, keep: int) -> Any:
-        """All at once; all but every `keep`-th are aborted at different steps. The kept answers by number."""
-        kept = self.storm(prompts, max_tokens, keep)
+        """All at once; all but every `keep`-th are aborted. The kept answers by number."""
+        kept = self.storm(prompts, max_tokens, keep, ABORT_STEPS)
         for answer in kept.values():
             answer |= dict.fromkeys(("device", "host", "storage"), 0) | {"device": answer.pop("cached") or 0}
         return kept

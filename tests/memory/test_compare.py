@@ -7,9 +7,11 @@ import math
 import pytest
 import torch
 
-from hiradix.memory import ArraySpec, EngineShape, KVShape, StateShape
+from hiradix.errors import ConfigError
+from hiradix.memory import ArraySpec, EngineShape, KVShape, MLAShape, SparseMLAShape, StateShape
 from hiradix.memory.compare import FIRST_LAYER, PageComparer, tolerance
 from hiradix.memory.layout import LAYOUTS
+from hiradix.memory.shape import Part
 
 SHAPE = KVShape(4, 2, 16, 16, torch.bfloat16)
 SIZE = 8
@@ -140,3 +142,69 @@ def test_a_state_in_32_bits_is_compared_as_what_it_was_computed_from() -> None:
 
     assert compare(record(2e-3), record(0.0)).is_same
     assert not compare(record(0.1), record(0.0)).is_same
+
+
+def packed(values: torch.Tensor) -> bytes:
+    """Rows [R, N] as codes, then a scale for 128 of them each, a power of two."""
+    groups = values.unflatten(-1, (-1, 128))
+    scales = torch.exp2(torch.ceil(torch.log2(groups.abs().amax(-1) / 448.0)))
+    codes = (groups / scales[..., None]).to(torch.float8_e4m3fn).flatten(1)
+    rows = torch.cat([codes.view(torch.uint8), scales.view(torch.uint8)], dim=-1)
+    return bytes(rows.numpy().data)
+
+
+def test_codes_are_compared_with_their_scales() -> None:
+    """Where rounding tips a scale over, all its codes are other ones, of numbers that are the same."""
+    shape = MLAShape.packed_fp8(1, 128, 8)
+    compare = PageComparer(shape, "page_first", 1)
+    plain = torch.randn(1, 128)
+    plain[0, 5] = 448.0 * 2**-6  # as large as the scale below has room for
+    rope = torch.randn(1, 8)
+
+    def row(latent: torch.Tensor, factor: float = 0.0) -> list[memoryview]:
+        tail = (rope + factor).to(torch.bfloat16).view(torch.uint8).numpy().tobytes()
+        return [memoryview(packed(latent) + tail)]
+
+    tipped = plain * (1 + 1e-6)
+    own, other = row(plain), row(tipped)
+    assert own[0][128:132] != other[0][128:132], "the scale is another"
+    assert compare(other, own).is_same
+    assert not compare(row(torch.randn(1, 128)), own).is_same
+    assert not compare(row(plain, factor=0.5), own).is_same, "the rope part"
+
+
+def test_an_indexers_block_is_codes_and_scales() -> None:
+    shape = SparseMLAShape(1, 128, 8, torch.bfloat16, page_size=4)
+    compare = PageComparer(shape, "page_first", 4)
+    latents, keys = torch.randn(4, 136), torch.randn(4, 128)
+
+    def page_of(index: torch.Tensor) -> list[memoryview]:
+        scales = index.abs().amax(-1, keepdim=True) / 448.0
+        codes = (index / scales).to(torch.float8_e4m3fn)
+        block = [codes.view(torch.uint8).flatten(), scales.flatten().view(torch.uint8)]
+        return [
+            memoryview(bytes(one.contiguous().view(torch.uint8).numpy().data))
+            for one in (latents.to(torch.bfloat16), torch.cat(block))
+        ]
+
+    assert compare(page_of(keys * (1 + 1e-5)), page_of(keys)).is_same
+    assert not compare(page_of(torch.randn(4, 128)), page_of(keys)).is_same
+
+
+def test_bytes_of_several_types_are_each_what_they_are() -> None:
+    """As vLLM keeps a recurrent layer's tail and state in one block."""
+    parts = (Part(torch.bfloat16, 32), Part(torch.float32, 64))
+    spec = ArraySpec("state", 1, 320, torch.uint8, per_page=True, parts=parts)
+    compare = PageComparer(EngineShape(2, (spec,), 1), "page_first", 1)
+    tail, state = torch.randn(2, 32), torch.randn(2, 64)
+
+    def record(of_tail: float = 0.0, of_state: float = 0.0) -> list[memoryview]:
+        own = (tail + torch.randn(2, 32) * of_tail).to(torch.bfloat16), state + torch.randn(2, 64) * of_state
+        rows = torch.cat([part.contiguous().view(torch.uint8) for part in own], dim=1)
+        return [memoryview(bytes(rows.numpy().data))]
+
+    assert compare(record(of_tail=2e-3, of_state=2e-3), record()).is_same
+    assert not compare(record(of_tail=0.1), record()).is_same
+    assert not compare(record(of_state=0.1), record()).is_same
+    with pytest.raises(ConfigError, match="state: parts"):
+        ArraySpec("state", 1, 300, torch.uint8, per_page=True, parts=parts)

@@ -10,6 +10,7 @@ import pytest
 from hiradix.cache import core
 from hiradix.cache.agreement import Agreement
 from hiradix.policy import eviction
+from tests.seeds import assert_seen
 
 
 def _own_results(self: Agreement, results: Any, ok: bool) -> Any:
@@ -90,6 +91,4 @@ def assert_caught(name: str, play: Callable[[int], Any], num_seeds: int) -> None
     """The fault of that name is seen by one of the seeds of `play`, which says how to replay it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(*PLANTED[name])
-        with pytest.raises(AssertionError, match="replay with play"):
-            for seed in range(num_seeds):
-                play(seed)
+        assert_seen(play, range(num_seeds), match="replay with play")

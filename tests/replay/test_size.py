@@ -10,13 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from hiradix.apps.engine.api import Scope
 from hiradix.apps.replay.capacity import Memory, Question, carried, shown
 from hiradix.apps.replay.closed_loop import ClosedLoop, ServerRates
 from hiradix.apps.replay.closed_report import ClosedCell, Late, most_agents
-from hiradix.apps.replay.kv_bytes import bytes_per_token
+from hiradix.apps.replay.kv_bytes import kv_bytes
 from hiradix.apps.replay.simulated_cache import Tiers
 from hiradix.apps.replay.timing import Machine
+from hiradix.apps.server.recorder import TraceRecorder
 from hiradix.apps.traces.crowd import LEAST_TURNS, Crowd, fitting, repeated
+from hiradix.apps.traces.readers import read_trace
 from hiradix.apps.traces.records import open_records
 from hiradix.apps.traces.sessions import BLOCK, SAMPLE, SessionFile, read_sessions
 from hiradix.cli import main as hiradix
@@ -145,7 +148,59 @@ LATENT = {**GROUPED, "num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head
     ],
 )
 def test_bytes_per_token_of_a_model(config: dict, element_bytes: int | None, expected: int) -> None:
-    assert bytes_per_token(config, element_bytes) == expected
+    found = kv_bytes(config, element_bytes)
+    assert found.per_token == found.most_per_token == expected
+
+
+WINDOWED = {**GROUPED, "sliding_window": 1024}
+OF_LAYER = 4096  # bytes of a token
+CHUNKED = ["chunked_attention"] * 24 + ["full_attention"] * 8
+
+
+@pytest.mark.parametrize(
+    "config, full, window",
+    [
+        (WINDOWED, 0, 32),
+        ({**WINDOWED, "use_sliding_window": True, "max_window_layers": 28}, 28, 4),
+        ({**WINDOWED, "sliding_window_pattern": 6}, 5, 27),
+        ({**WINDOWED, "model_type": "gemma2"}, 16, 16),
+        ({**WINDOWED, "layer_types": ["sliding_attention", "full_attention"] * 16}, 16, 16),
+        ({**GROUPED, "attention_chunk_size": 1024, "layer_types": CHUNKED},
+         8, 24),
+    ],
+)  # fmt: skip
+def test_layers_with_a_window_keep_no_more(config: dict, full: int, window: int) -> None:
+    found = kv_bytes(config)
+    assert (found.per_token, found.per_window_token) == (full * OF_LAYER, window * OF_LAYER)
+    assert found.window == 1024 and found.most_per_token == 131_072
+
+
+DELTA = {
+    "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_num_value_heads": 4, "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "fields, full, state",
+    [
+        ({"full_attention_interval": 4, **DELTA}, 8, 24 * ((2 * 16 + 32) * 3 * 2 + 32 * 8 * 4)),
+        ({"layer_types": ["conv"] * 30 + ["full_attention"] * 2, "conv_L_cache": 3}, 2, 30 * 4096 * 2 * 2),
+        ({"hybrid_override_pattern": "M-M*E"}, 1, None),
+        ({"attn_layer_period": 8, "attn_layer_offset": 4}, 4, None),
+        ({"linear_attn_config": {"full_attn_layers": [4, 8]}}, 2, None),
+        ({"attn_layer_indices": [3, 9, 27]}, 3, None),
+    ],
+)
+def test_recurrent_layers_keep_a_state(fields: dict, full: int, state: int | None) -> None:
+    found = kv_bytes({**GROUPED, **fields})
+    assert (found.per_token, found.per_state, found.window) == (full * OF_LAYER, state, 0)
+
+
+def test_the_checkpoint_says_the_type_of_its_cache() -> None:
+    for quantised in ({"kv_cache_scheme": {"num_bits": 8}}, {"kv_cache_quant_algo": "FP8"}):
+        assert kv_bytes({**GROUPED, "quantization_config": quantised}).per_token == 65_536
+    assert kv_bytes({**LATENT, "index_head_dim": 128}).per_token == 61 * (576 * 2 + 132)
 
 
 @pytest.mark.parametrize(
@@ -155,12 +210,10 @@ def test_bytes_per_token_of_a_model(config: dict, element_bytes: int | None, exp
         ({**GROUPED, "num_key_value_heads": 0}, "num_key_value_heads is 0"),
         ({**GROUPED, "num_hidden_layers": "x"}, "num_hidden_layers is x"),
         ({**GROUPED, "torch_dtype": "int3"}, "--kv-element-bytes"),
-        ({**GROUPED, "sliding_window": 4096}, "sliding_window"),
-        (
-            {**GROUPED, "layer_types": ["full_attention", "linear_attention"]},
-            "layer_types has linear_attention",
-        ),
-        ({**GROUPED, "full_attention_interval": 4}, "full_attention_interval"),
+        ({**GROUPED, "layer_types": ["full_attention", "hologram"]}, "layer_types has hologram"),
+        ({**GROUPED, "hybrid_override_pattern": "M*X"}, "hybrid_override_pattern"),
+        ({**GROUPED, "state_size": 4}, "state_size"),
+        ({**GROUPED, "layer_types": ["sliding_attention"] * 32}, "no attention_chunk_size"),
         ([], "is no object"),
     ],
 )
@@ -196,6 +249,36 @@ def test_the_command_answers_for_a_file_and_a_model(
     assert all(r["agents_per_gib"] == round(r["most_agents"] / 12, 4) for r in rows)
     assert "4 of 4 sessions" in said.out and "per GiB" in said.out and "A model:" in said.out
     assert "lpm: 1 fit" in said.err and "fcfs: 1 fit" in said.err
+
+
+def test_a_models_folder_tells_what_its_cache_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mixed = {**WINDOWED, "layer_types": ["sliding_attention"] * 24 + ["full_attention"] * 8}
+    (tmp_path / "config.json").write_text(json.dumps(mixed))
+    assert hiradix(["size", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "32768 bytes per token, in 8 layers" in lines[1] and "the last 1024" in lines[2]
+    assert lines[-1] == "  a GiB holds 8192 tokens (2 bytes a number)"
+    assert hiradix(["size", str(tmp_path), "--kv-element-bytes", "1"]) == 0
+    assert "a GiB holds 16384 tokens" in capsys.readouterr().out
+
+
+def test_a_recording_says_its_bytes_per_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.jsonl"
+    recorder = TraceRecorder(path)
+    recorder.describe(50_000_000)
+    for k in range(40):
+        recorder.record(list(range(k % 4, 640 + k % 4)), 1, Scope())
+    recorder.close()
+    assert read_trace(path).bytes_per_token == 50_000_000
+    shown = []
+    for more in ([], ["--bytes-per-token", "100000000"]):
+        assert hiradix(["size", str(path), "--processes", "1", *more]) == 0
+        shown.append(
+            [float(line.split("|")[1].split()[0]) for line in capsys.readouterr().out.splitlines()[2:]]
+        )
+    assert shown[1] == [2 * size for size in shown[0]] and any(shown[0])
 
 
 def test_without_a_file_it_plays_the_sessions_in_the_package(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
 from fastapi import FastAPI
 
 from hiradix.apps.engine.api import (
     FINISH_ABORT,
+    Conversation,
     EngineInfo,
     Output,
     RequestError,
@@ -56,15 +57,22 @@ TRANSFERS = {"load": TransferReport(2, 1, 512, 0.5), "write": TransferReport(num
 class CharTokenizer:
     """One token a character."""
 
-    def encode(self, text: str, context_length: int | None = None) -> list[int]:
+    chat_template = ""
+
+    def encode(
+        self, text: str, context_length: int | None = None, *, add_special_tokens: bool = True
+    ) -> list[int]:
         return [ord(c) for c in text]
 
-    def apply_chat(
-        self, messages: Sequence[Mapping[str, str]], context_length: int | None = None
-    ) -> list[int]:
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(chr, token_ids))
+
+    def apply_chat(self, conversation: Conversation, context_length: int | None = None) -> list[int]:
+        messages = conversation.messages
         if messages[0]["role"] == "assistant":
             raise RequestError("messages: the chat template refused them: starts with assistant")
-        return self.encode("".join(f"<{m['role']}>{m['content']}" for m in messages))
+        tools = "".join(f"[{tool['function']['name']}]" for tool in conversation.tools)
+        return self.encode(tools + "".join(f"<{m['role']}>{m['content']}" for m in messages))
 
     def token_text(self, token_id: int) -> str:
         return "\ufffd" if token_id >= 0x80 else chr(token_id)
@@ -90,6 +98,7 @@ class ScriptedService:
         self.script = tuple(script)
         self.hold = hold
         self.requests: list[Generation] = []
+        self.grammars: list[str] = []
         self.aborted: list[str] = []
         self.calls: list[object] = []
         self.outcome = AdminResult(True, "done.")
@@ -108,6 +117,12 @@ class ScriptedService:
                 await self.stopped.wait()
                 yield replace(output, token_ids=(), text="", logprobs=(), finish_reason=FINISH_ABORT)
                 return
+
+    def check_grammar(self, grammar: str) -> None:
+        self.grammars.append(grammar)
+
+    def special_token(self, text: str) -> int | None:
+        return None
 
     def abort(self, rid: str) -> None:
         self.aborted.append(rid)

@@ -15,7 +15,9 @@ from hiradix.apps.engine.api import EngineBusy
 from hiradix.apps.server import intake as intake_module
 from hiradix.apps.server.bounded_executor import BoundedExecutor
 from hiradix.apps.server.intake import FREE_BYTES, LARGE_CHARS, Intake
-from hiradix.apps.server.schema import MAX_STOP_CHARS, GenerationBody, MessageBody
+from hiradix.apps.server.messages import MessageBody
+from hiradix.apps.server.sampling import GenerationBody
+from hiradix.apps.server.schema import MAX_STOP_CHARS
 from tests.server.scripted import CharTokenizer, ScriptedService, application, piece
 
 WAIT_S = 60.0

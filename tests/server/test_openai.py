@@ -94,10 +94,9 @@ def test_an_answer_may_be_sent_back_as_official_clients_have_it() -> None:
     for message in (answer, {**answer, "tool_calls": [], "annotations": []}):
         body = {"messages": [*USER, message, *USER], **fields, **options}
         assert client(service).post("/v1/chat/completions", json=body).status_code == 200
-    for name in ("tool_calls", "annotations"):
-        body = {"messages": [*USER, {**answer, name: [{"type": "function"}]}]}
-        reply = client(service).post("/v1/chat/completions", json=body)
-        assert reply.status_code == 400 and reply.json()["error"]["param"] == f"messages.1.{name}"
+    body = {"messages": [*USER, {**answer, "annotations": [{"type": "function"}]}]}
+    reply = client(service).post("/v1/chat/completions", json=body)
+    assert reply.status_code == 400 and reply.json()["error"]["param"].startswith("messages.1.annotations")
     assert len(service.requests) == 2
 
 
@@ -195,24 +194,33 @@ BAD = [
     (CHAT, {"messages": USER, "seed": 2**63}, "seed"),
     (CHAT, {"messages": USER, "top_logprobs": 3}, "top_logprobs"),
     (CHAT, {"messages": USER, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-    (CHAT, {"messages": USER, "n": 2}, "n"),
+    (CHAT, {"messages": USER, "n": 0}, "n"),
+    (CHAT, {"messages": USER, "n": 129}, "n"),
     (CHAT, {"messages": USER, "n": True}, "n"),
-    (CHAT, {"messages": USER, "tools": [{}]}, "tools"),
-    (CHAT, {"messages": USER, "response_format": {"type": "json_object"}}, "response_format"),
+    (CHAT, {"messages": USER, "tools": [{"type": "web_search"}]}, "tools.0.type"),
+    (CHAT, {"messages": USER, "response_format": {"type": "xml"}}, "response_format.type"),
+    (CHAT, {"messages": USER, "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     (CHAT, {"messages": USER, "colour": "red"}, "colour"),
     (CHAT, {"messages": USER, "cache_salt": 5}, "cache_salt"),
     (CHAT, {"messages": [{"role": "assistant", "content": "x"}]}, "messages"),
     ("completions", {}, "prompt"),
     ("completions", {"prompt": []}, "prompt"),
-    ("completions", {"prompt": ["a", "b"]}, "prompt"),
+    ("completions", {"prompt": ["a", 5]}, "prompt"),
+    ("completions", {"prompt": [[1], []]}, "prompt"),
+    ("completions", {"prompt": ["a"] * 129}, "prompt"),
+    ("completions", {"prompt": ["a"] * 3, "n": 64}, "n"),
     ("completions", {"prompt": [1, True]}, "prompt"),
     ("completions", {"prompt": [1.5]}, "prompt"),
     ("completions", {"prompt": {"a": 1}}, "prompt"),
     ("completions", {"prompt": "a", "logprobs": True}, "logprobs"),
-    ("completions", {"prompt": "a", "echo": True}, "echo"),
+    ("completions", {"prompt": "a", "echo": 1}, "echo"),
+    ("completions", {"prompt": "a", "max_tokens": 0}, "max_tokens"),
     ("completions", {"prompt": "a", "best_of": 3}, "best_of"),
-    ("completions", {"prompt": "a", "logit_bias": {"1": 5}}, "logit_bias"),
-    ("completions", {"prompt": "a", "presence_penalty": 0.5}, "presence_penalty"),
+    ("completions", {"prompt": "a", "logit_bias": {"x": 5}}, "logit_bias"),
+    ("completions", {"prompt": "a", "logit_bias": {"a": 101}}, "logit_bias.a"),
+    ("completions", {"prompt": "a", "presence_penalty": 2.5}, "presence_penalty"),
+    ("completions", {"prompt": "a", "min_tokens": 9, "max_tokens": 5}, "min_tokens"),
+    ("completions", {"prompt": "a", "guided_regex": "a", "guided_choice": ["b"]}, "guided_regex"),
 ]
 
 

@@ -145,6 +145,27 @@ def test_extra_key_isolation(tmp_path: Path) -> None:
     rig.check()
 
 
+@pytest.mark.parametrize("field", ["extra_key", "cache_salt"])
+@pytest.mark.parametrize("value", ["\ud800", "a\udfff"], ids=ascii)
+def test_a_namespace_that_is_no_text_is_refused_at_the_door(
+    field: str, value: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is served, from pages of its equals alone, and nothing raises where storage is asked."""
+    rig = Rig(tmp_path)
+    rig.run(PROMPT + [1])
+    for num_found in (0, len(PROMPT)):
+        found = rig.run(PROMPT + [1], **{field: value})
+        assert found.device_prefix_len == num_found
+    rig.settle()
+    rig.cache.reset()
+    req = rig.request(PROMPT + [1], **{field: value})
+    handle = rig.prefetch(req)
+    rig.settle()
+    assert rig.cache.check_prefetch_progress(handle)
+    assert rig.cache.num_not_text > 0 and caplog.text.count(f"{field}: half a character") == 1
+    rig.check()
+
+
 def test_eagle_keys_are_bigrams() -> None:
     """A page of bigrams needs the token behind it; matches end a token earlier."""
     rig = Rig(is_eagle=True)

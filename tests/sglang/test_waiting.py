@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from hiradix.transfer import JobKind
 from tests.sglang.engine_run import run
 from tests.sglang.prompts import prompts
+from tests.sglang.rig import PAGE as RIG_PAGE
+from tests.sglang.rig import Rig
 from tests.sglang.server import PATIENT
 
 PAGE = 16
@@ -49,3 +52,27 @@ def test_what_waits_keeps_what_was_fetched_for_it(model: Path, tmp_path: Path) -
         assert computed <= MOST_COMPUTED, (at_once, policy, used)
         assert sum(used) >= 0.95 * (NUM_PROMPTS - computed) * STORED, (at_once, policy, used)
         assert [tokens for tokens, _, _ in again] == [tokens for tokens, _, _ in first]
+
+
+def test_what_many_requests_want_at_once_is_read_once(tmp_path: Path) -> None:
+    """Four equal requests of eight pages, and a system prompt of 32 with 64 clients, over SGLang's records."""
+    equal, system = ([*range(start, start + count * RIG_PAGE)] for start, count in ((100, 8), (1000, 32)))
+    rig = Rig(tmp_path)
+    for prompt in (equal, system):
+        rig.run([*prompt, 1])
+    rig.settle()
+    rig.cache.reset()
+    num_read = 0
+    for prompt, count in ((equal, 4), (system, 64)):
+        waiting = [rig.request([*prompt, 2000 + number, 1]) for number in range(count)]
+        handles = [rig.prefetch(req) for req in waiting]
+        rig.settle()
+        assert all(rig.cache.check_prefetch_progress(handle) for handle in handles)
+        assert {rig.match(req).host_hit_length for req in waiting} == {len(prompt)}
+        num_read += len(prompt) // RIG_PAGE
+        assert rig.cache.inner.controller.stats().kinds[JobKind.READ].num_pages == num_read
+        for req in waiting:
+            rig.admit(req)
+            rig.finish(req)
+    rig.settle()
+    rig.check()

@@ -22,7 +22,7 @@ from hiradix.storage.attach.rules import (
     over_http,
     parse_prepared,
     parse_rule,
-    rules_from,
+    rules_of,
 )
 from hiradix.storage.attach.tables import (
     BACKEND_SETTINGS,
@@ -73,8 +73,8 @@ def test_a_setting_is_closed_unless_its_record_opens_it() -> None:
 
 
 def test_keys_of_the_cache_are_permitted_at_the_outermost_level_but_for_the_identity() -> None:
-    """Whoever says whose pages these are takes the comparison of weights away."""
-    own = set(CACHE_SETTINGS) - {"hicache_storage_identity"}
+    """Whoever says whose pages these are takes the comparison away; no regret is for the start."""
+    own = set(CACHE_SETTINGS) - {"hicache_storage_identity", "hicache_no_regret"}
     assert own and not set(settings_over_http("file", False)) & own
     assert set(settings_over_http("file", True)) & set(CACHE_SETTINGS) == own
 
@@ -406,18 +406,18 @@ def test_bad_rules_name_the_flag(text: str) -> None:
         parse_rule(text)
 
 
-def test_rules_of_an_engine_whose_flags_are_not_ours() -> None:
-    environment = {
-        "HIRADIX_ATTACHABLE": '{"cold": {"backend": "file", "file_storage_path": "/x"}}',
-        "HIRADIX_ATTACH_ALLOW": "backend=disk,path=/a,b;; backend=redis,host=cache",
-    }
-    own = rules_from(environment, "disk", ExtraConfig())
+def test_rules_of_settings_beside_what_is_attached_at_start() -> None:
+    prepared = {"cold": {"backend": "file", "file_storage_path": "/x"}}
+    allowed = ("backend=disk,path=/a,b", "backend=redis,host=cache")
+    own = rules_of(prepared, allowed, str, default_of("disk", ExtraConfig()))
     assert set(own.prepared) == {"cold", DEFAULT} and [rule.backend for rule in own.rules] == [
         "disk",
         "redis",
     ]
     assert own.rules[0].folders == ("/a,b",)
-    assert rules_from({}, None, ExtraConfig()) == AttachRules()
+    assert rules_of({}, (), str, default_of(None, ExtraConfig())) == AttachRules()
+    with pytest.raises(ConfigError, match="^HIRADIX_ATTACH_ALLOW no"):
+        rules_of({}, ("no",), lambda name: f"HIRADIX_{name.upper()}")
 
 
 # -- what is told -----------------------------------------------------------------------

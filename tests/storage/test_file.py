@@ -21,6 +21,7 @@ from hiradix.storage.backends.file.backend import FileBackend
 from hiradix.storage.backends.file.config import PATH_ENV, FileConfig
 from hiradix.storage.kit import vectored
 from hiradix.storage.kit.seal import SEAL_BYTES
+from tests.contracts.clocks import check_a_clock_that_was_ahead
 from tests.contracts.storage import (
     FINGERPRINT,
     OTHER,
@@ -328,25 +329,7 @@ def test_recency_survives_a_restart(tmp_path: Path) -> None:
 
 
 def test_pages_of_a_clock_that_was_ahead_go_first_unless_they_are_used(tmp_path: Path) -> None:
-    """They stayed for ever, and each new page left at the next start."""
-    clock = [4_000_000_000 * 10**9]
-
-    def restart() -> FileBackend:
-        clock[0] += 10**9
-        return open_file(tmp_path, time_ns=lambda: clock[0], max_size=3 * FILE_BYTES)
-
-    store = restart()
-    put(store, keys_of(3))
-    store.close()
-    clock[0] = 1_700_000_000 * 10**9
-    store = restart()
-    assert hits(store, [key_of(0)]) == [True]
-    for number in (10, 11):
-        store.close()
-        store = restart()
-        put(store, keys_of(1, number))
-    assert hits(store, [*keys_of(3), *keys_of(2, 10)]) == [True, False, False, True, True]
-    store.close()
+    check_a_clock_that_was_ahead(lambda clock: open_file(tmp_path, time_ns=clock, max_size=3 * FILE_BYTES))
 
 
 def test_reads_do_not_write_again_and_again(tmp_path: Path) -> None:

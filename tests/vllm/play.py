@@ -88,8 +88,8 @@ class Play:
             rows.append([time.perf_counter() - begin, output.num_cached_tokens or 0])
         return rows
 
-    def storm(self, prompts: list[list[int]], max_tokens: int, keep: int) -> Any:
-        """All prompts at once; all but every `keep`-th are aborted at different steps. The kept answers."""
+    def storm(self, prompts: list[list[int]], max_tokens: int, keep: int, every: int = 2) -> Any:
+        """All prompts at once; all but every `keep`-th are aborted, one in so many steps. The kept answers."""
         from vllm import SamplingParams
 
         engine = self.llm.llm_engine
@@ -104,7 +104,7 @@ class Play:
                 if output.finished:
                     answers[output.request_id] = output
             step += 1
-            if doomed and step % 2 == 0:
+            if doomed and step % every == 0:
                 engine.abort_request([f"storm{doomed.pop(step % len(doomed))}"])
         return {
             number: _answer(answers[f"storm{number}"])

@@ -208,6 +208,15 @@ class FakePart:
             self._whole.pages.pop(self._name(key), None)
         return True
 
+    def forget_tenant(self, tenant: str) -> int | None:
+        return None
+
+    def forget_behind(self, keys: Sequence[str]) -> int | None:
+        return None
+
+    def scrub(self) -> bool:
+        return True
+
     def put(
         self,
         keys: Sequence[str],

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hiradix.adapters.vllm.admin import PATH, AdminCalls, AdminServer
+from hiradix.adapters.admin import PATH, AdminCalls, AdminServer
 from hiradix.adapters.vllm.orders import StorageSwitched
 from hiradix.config import ExtraConfig
 from hiradix.errors import ConfigError

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+from hiradix.adapters.admin import port_of_environment
 from hiradix.adapters.rope import DYNAMIC, LONG, lengths_that_decide, unfixed
 from hiradix.adapters.sglang.engine_views import ControllerView, FencedStreams
 from hiradix.adapters.sglang.lora_adapters import LoraAdapters, keep_apart
+from hiradix.adapters.sglang.settings import own_settings
 from hiradix.adapters.sglang.states import StateRecords, require_known_states
 from hiradix.adapters.sglang.support import (
     TESTED,
@@ -25,6 +27,7 @@ from hiradix.adapters.sglang.support import (
 )
 from hiradix.adapters.sglang.weights import UNSEEN, Weights
 from hiradix.config import (
+    ExtraConfig,
     HiCacheConfig,
     without_host_tier,
 )
@@ -50,7 +53,7 @@ from hiradix.prefix_cache.upstream import (
     names_are_hub,
     run_options,
 )
-from hiradix.storage.attach.rules import rules_from
+from hiradix.storage.attach.rules import AttachRules, default_of, rules_of
 from hiradix.transfer import Runtime
 from hiradix.transfer.process_group import least_over, place_in
 
@@ -209,10 +212,13 @@ def _build(context: Any, flags: Any, api: Api) -> Any:
     watch_updates()
     follow_queue()
     cache = HiRadixHostCache(params, inner, controller, adapters)
-    cache.watch(weights, extra_config(flags))
     extra = extra_config(flags)
-    cache.read_attach_rules = partial(rules_from, os.environ, flags.hicache_storage_backend, extra)
+    cache.watch(weights, extra)
+    cache.read_attach_rules = partial(_attach_rules, flags.hicache_storage_backend, extra)
     cache.attach_rules = cache.read_attach_rules()
+    port = port_of_environment(os.environ)
+    if port is not None:
+        cache.listen(port, getattr(flags, "admin_api_key", None))
     return cache
 
 
@@ -272,9 +278,24 @@ def _inner(
 
 def _config(context: Any, flags: Any) -> HiCacheConfig:
     """SGLang's flags under the same names. Its auto-sizing has already put a number for the ratio."""
-    params, is_hierarchical = context.params, context.enable_hierarchical_cache
-    extra = extra_config(flags)
-    return cache_config(flags, params, extra, is_hierarchical, hicache_host_memory_fraction=1.0)
+    own = own_settings(os.environ)
+    return cache_config(
+        flags,
+        context.params,
+        extra_config(flags),
+        context.enable_hierarchical_cache,
+        hicache_host_memory_fraction=1.0,
+        hicache_no_regret=own["hicache_no_regret"] == "on",
+        hicache_storage_identity=own["hicache_storage_identity"],
+    )
+
+
+def _attach_rules(backend: str | None, extra: ExtraConfig) -> AttachRules:
+    """What requests may attach, by variables and file as they are now."""
+    own = own_settings(os.environ)
+    for note in own.notes:
+        logger.info(note)
+    return rules_of(own["attachable"], own["attach_allow"], own.where, default_of(backend, extra))
 
 
 def own_params(params: Any, port: type[AllocatorPort] = AllocatorPort) -> CacheInitParams:

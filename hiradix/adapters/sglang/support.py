@@ -32,7 +32,7 @@ def unsupported_version(version: str, reason: str) -> ConfigError:
     """The error for an SGLang that cannot be served."""
     return ConfigError(
         f"--radix-cache-backend hiradix: SGLang {version} is not supported: {reason}. "
-        f"Tested with SGLang {TESTED}; from 0.5.15 on there is a registry of cache backends"
+        f"Use SGLang {TESTED}, {' or '.join(TESTED_TOO)}, which are tested"
     )
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
 
+from hiradix.adapters.admin import PORT_ENV, AdminCalls, AdminServer
+from hiradix.adapters.scheduled_calls import ScheduledCalls
 from hiradix.adapters.sglang.cache import HiRadixPrefixCache
 from hiradix.adapters.sglang.engine_views import ControllerView, HostPoolView
 from hiradix.adapters.sglang.lora_adapters import NO_ADAPTERS, LoraAdapters
@@ -19,6 +21,7 @@ from hiradix.adapters.sglang.weights import UNSEEN, Weights
 from hiradix.cache.pages import BACKBONE
 from hiradix.config import ExtraConfig, parse_extra_config
 from hiradix.errors import CacheError, ConfigError, Misuse
+from hiradix.intents.http import IntentApi
 from hiradix.prefix_cache import PrefixCache, RadixKey
 from hiradix.prefix_cache.attached import DETACH_TIMEOUT_S
 from hiradix.prefix_cache.factory import NamedStorage
@@ -62,12 +65,35 @@ class HiRadixHostCache(HiRadixPrefixCache):
         self._extra = ExtraConfig()  # of the storage that is attached
         self.attach_rules = AttachRules()
         self.read_attach_rules: Callable[[], AttachRules] = AttachRules
+        self.calls = ScheduledCalls()  # wishes that other threads bring
+        self.admin: AdminServer | None = None
         self._to_reopen: str | None = None  # for pages of other weights, when its calls have ended
         self.show_storage()
 
     def watch(self, weights: Weights, extra: ExtraConfig) -> None:
         """Have pages of other weights stored under other names. extra: of the storage attached at start."""
         self._weights, self._extra = weights, extra
+
+    def listen(self, port: int, api_key: str | None) -> None:
+        """Take wishes on 127.0.0.1 from here on: see `hiradix.adapters.admin`. Raises ConfigError when the port
+        is taken, there is no key, or other ranks would have to be told."""
+        if not api_key:
+            raise ConfigError(f"{PORT_ENV}: wishes need --admin-api-key")
+        if not self._is_alone:
+            raise ConfigError(f"{PORT_ENV}: with several ranks each would need every wish in one order")
+        intents = IntentApi(self.calls.ask, self._wished_key)
+        self.admin = AdminServer(port, AdminCalls(api_key=api_key, intents=intents))
+
+    def _wished_key(self, tokens: list[int], extra_key: str | None, cache_salt: str | None) -> RadixKey:
+        """A prompt's key as a request's with these fields would be."""
+        return RadixKey.first(tokens, len(tokens), self._space(extra_key, cache_salt or None, self.is_eagle))
+
+    def release_host_resources(self) -> None:
+        """Stop listening and the transfer threads, and close storage. May be called again."""
+        if self.admin is not None:
+            self.admin.close()
+            self.admin = None
+        super().release_host_resources()
 
     def reset(self) -> None:
         """Empty device and host. Storage keeps what it has; of other weights than these nothing is found."""
@@ -119,6 +145,7 @@ class HiRadixHostCache(HiRadixPrefixCache):
     def check_hicache_events(self) -> None:
         """Apply finished transfers; with several ranks, those that all of them have."""
         self._was_asked = False
+        self.calls.serve(self.inner.cache.intents)
         if self._has_unclaimed_load:  # its request was not admitted after all
             self.ready_to_load_host_cache()
         self.inner.cache.tick()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,13 +23,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from hiradix.adapters.vllm.admin import AdminCalls, AdminServer
+from hiradix.adapters.admin import AdminCalls, AdminServer
 from hiradix.adapters.vllm.events import HostEvents, Stored
 from hiradix.adapters.vllm.layout import Grouping, Interior, Latent, grouping
 from hiradix.adapters.vllm.names import refuse_ropes
 from hiradix.adapters.vllm.orders import Orders, Outcome, WorkerFacts
 from hiradix.adapters.vllm.resets import ResetWatch
-from hiradix.adapters.vllm.scheduler import SchedulerRole
+from hiradix.adapters.vllm.scheduler import WISHES, SchedulerRole
 from hiradix.adapters.vllm.scheduler_plan import Asked, OfferedState, SchedulerPlan, StepRequest
 from hiradix.adapters.vllm.settings import Settings, check_write_policy, parse_settings, with_served_name
 from hiradix.adapters.vllm.stats import HiRadixPromMetrics, HiRadixStats
@@ -50,16 +51,27 @@ from hiradix.adapters.vllm.worker_factory import (
 )
 from hiradix.cache.host_index import HostIndex
 from hiradix.config import ExtraConfig
-from hiradix.errors import CacheError, ConfigError, Misuse
+from hiradix.errors import BadNamespace, CacheError, ConfigError, Misuse
+from hiradix.intents import Receipt
+from hiradix.intents.http import IntentApi
 from hiradix.policy.eviction import make_order
 from hiradix.policy.prefetch_policy import PrefetchPolicy
 from hiradix.policy.write_policy import WritePolicy
 from hiradix.prefix_cache import ModelIdentity
 from hiradix.prefix_cache.attached import prefetch_limits
+from hiradix.tree import RadixKey
 
 logger = logging.getLogger(__name__)
 
 SETTLE_S = 30.0  # longest that sleep waits for copies under way
+TURN_S = 10.0  # longest that a wish waits for vLLM's scheduler to end its turn
+
+
+def _prompt_key(tokens: list[int], extra_key: str | None, cache_salt: str | None) -> RadixKey:
+    """The key of a prompt of text alone, which no adapter computed."""
+    if extra_key is not None:
+        raise BadNamespace("extra_key", "vLLM's adapters go by their files: name a tenant or everything")
+    return RadixKey(tokens, cache_salt=cache_salt)
 
 
 @dataclass
@@ -119,6 +131,7 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
         self._is_gated = False  # layers must wait for loads of the step itself
         self.admin: AdminServer | None = None
         self._resets = ResetWatch()
+        self._turn = threading.Lock()  # of vLLM's scheduler, and of wishes that come between its calls
         # A vLLM that tells nobody of its sleep may take the memory away after any step.
         sleeps = bool(getattr(vllm_config.model_config, "enable_sleep_mode", False))
         self._settles = (sleeps and not hasattr(KVConnectorBase_V1, "unregister_kv_caches")) or (
@@ -130,7 +143,14 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
             port = settings.admin_port_of(vllm_config.parallel_config.data_parallel_index)
             if port is not None:
                 self.admin = AdminServer(
-                    port, AdminCalls(self._ask, self._shown, settings.admin_api_key, settings.attach_rules)
+                    port,
+                    AdminCalls(
+                        self._ask,
+                        self._shown,
+                        settings.admin_api_key,
+                        settings.attach_rules,
+                        IntentApi(self._in_turn, _prompt_key),
+                    ),
                 )
 
     @property
@@ -154,7 +174,7 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
             events=_events(vllm_config, self._kv_cache_config, self._grouping),
             stored=Asked(cache.hicache_storage_backend, cache.hicache_storage_backend_extra_config.opening),
             keeps_storage=self._settings.storage_after_reset == "same",
-            no_regret=cache.hicache_no_regret,
+            no_regret=cache.is_no_regret,
             num_overlapping=vllm_config.max_concurrent_batches,
             limits=LIMITS,
             saves=saves,
@@ -173,6 +193,18 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
         role = self._planner
         prefetch = {**vars(role.prefetch_figures), "missed": dict(role.index.counters.unfulfilled)}
         return {"is_attached": role.has_storage, **vars(role.figures), "prefetch": prefetch}
+
+    def _in_turn(self, do: Callable[[Any], Any]) -> Any:
+        """What `do` says of the wishes, between two calls of vLLM's scheduler. What it wishes is begun at once,
+        and goes on with vLLM's steps: none comes while vLLM is idle. TimeoutError: no turn came."""
+        if not self._turn.acquire(timeout=TURN_S):
+            raise TimeoutError(f"vLLM's scheduler took its turn for {TURN_S:g} s")
+        try:
+            said = do(self._planner.intents)
+            self._planner.apply_intents()
+            return self._planner.intents.receipt(said.id) if isinstance(said, Receipt) else said
+        finally:
+            self._turn.release()
 
     @property
     def _planner(self) -> SchedulerRole:
@@ -199,18 +231,25 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
             self._planner.reset()
 
     def on_new_request(self, request: Any) -> None:
-        self._follow_resets()
-        self._planner.arrived(request)
+        with self._turn:
+            self._follow_resets()
+            self._planner.arrived(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        self._follow_resets()
-        found = self._planner.lookup(request, num_computed_tokens)
+        with self._turn:
+            self._follow_resets()
+            found = self._planner.lookup(request, num_computed_tokens)
         return found, bool(found) and self._planner.plan.load_async
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._planner.allocated(request, blocks.get_block_ids, num_external_tokens)
+        with self._turn:
+            self._planner.allocated(request, blocks.get_block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        with self._turn:
+            return self._orders_of(scheduler_output)
+
+    def _orders_of(self, scheduler_output: Any) -> StepMetadata:
         self._follow_resets()
         planner, cached = self._planner, scheduler_output.scheduled_cached_reqs
         state, copies = scheduler_output.kv_connector_block_state, scheduler_output.kv_cache_block_copies
@@ -231,19 +270,23 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: Any) -> None:
         answers = connector_output.kv_connector_worker_meta
         if answers is not None:
-            self._planner.apply(answers.outcomes)
+            with self._turn:
+                self._planner.apply(answers.outcomes)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._planner.finished(request, block_ids)
-        return False, None
+        with self._turn:
+            told = self._planner.take_wishes(request)
+            self._planner.finished(request, block_ids)
+        return False, None if told is None else {WISHES: told}
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        return self._planner.take_events()
+        with self._turn:
+            return self._planner.take_events()
 
     def get_kv_connector_stats(self) -> HiRadixStats | None:
         if self.scheduler is not None:
@@ -261,8 +304,9 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
         return HiRadixPromMetrics(*args, **kwargs)
 
     def reset_cache(self) -> bool:
-        self._resets.has_seen_one()  # the same one
-        self._planner.reset()
+        with self._turn:
+            self._resets.has_seen_one()  # the same one
+            self._planner.reset()
         return True
 
     # -- worker -----------------------------------------------------------------------------

@@ -10,7 +10,7 @@ one copy saves it whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from hiradix.adapters.vllm.requests import Tracked
@@ -56,6 +56,10 @@ class NextStepSaves:
         pending, self._pending = self._pending, []
         blocks = set(written)
         return [one.without(blocks) for one in pending]
+
+    def forget(self, covers: Callable[[FinishedRequest], bool]) -> None:
+        """What requests left of which `covers` says so is not saved."""
+        self._pending = [one for one in self._pending if not covers(one)]
 
     def forget_all(self) -> None:
         """What is on the device is nobody's any more."""
@@ -116,6 +120,11 @@ class WriteBackSaves:
             )
             for blocks, turns in rows
         )
+
+    def forget(self, covers: Callable[[FinishedRequest], bool]) -> None:
+        """What requests left of which `covers` says so is not saved. O(blocks)."""
+        gone = {left for left in set(self._latest.values()) if covers(left.pending)}
+        self._latest = {block: left for block, left in self._latest.items() if left not in gone}
 
     def forget_all(self) -> None:
         """What is on the device is nobody's any more."""

@@ -27,7 +27,7 @@ import torch
 
 from hiradix.errors import ConfigError
 from hiradix.memory import CacheShape, KVShape, MLAShape, StridedPool
-from hiradix.memory.shape import ArraySpec
+from hiradix.memory.shape import ArraySpec, Part
 from hiradix.tree import FULL, Component
 
 QUANTISED = "these scales are in no place that is known; use another --kv-cache-dtype"
@@ -60,7 +60,8 @@ class StateTensors:
 
     @property
     def arrays(self) -> tuple[ArraySpec, ...]:
-        return (ArraySpec("state", 1, self.num_bytes, torch.uint8, per_page=True),)
+        parts = tuple(Part(dtype, math.prod(shape)) for shape, dtype in self.tensors)
+        return (ArraySpec("state", 1, self.num_bytes, torch.uint8, per_page=True, parts=parts),)
 
     def numbers(self) -> tuple[int, ...]:
         found = [self.num_layers]

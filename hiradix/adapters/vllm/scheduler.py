@@ -33,8 +33,12 @@ from hiradix.adapters.vllm.scheduler_plan import (
 from hiradix.adapters.vllm.step_meter import StepMeter
 from hiradix.adapters.vllm.stores import StorageTracker
 from hiradix.cache.foreign_device import NO_STATES, BlockOwner, BlockTables, ForeignDevice, StateBlocks
+from hiradix.cache.intents.planner import HostPlanner
+from hiradix.cache.intents.table import Intents
 from hiradix.cache.prefetch import Prefetcher
 from hiradix.errors import BadNamespace, Misuse
+from hiradix.intents import Selector
+from hiradix.intents.http import answers_of_request
 from hiradix.policy.no_regret import GatedTransfer, NoRegret
 from hiradix.transfer import JobKind
 from hiradix.transfer.step_executor import StepExecutor
@@ -42,6 +46,7 @@ from hiradix.tree import BACKBONE, Node, Pages, Tier
 
 logger = logging.getLogger(__name__)
 
+WISHES = "hiradix"  # of a request's kv_transfer_params: its wishes, and in its answer what became of them
 ARRIVAL_WAIT_S = 0.5  # longest a request asks again for pages that another one is just saving
 AWAITED = (JobKind.WRITE, JobKind.LOAD, JobKind.QUERY, JobKind.READ)  # what a request may be waiting for
 NO_ORDERS = {  # for a step that has none: (computes, is_awaited)
@@ -72,6 +77,10 @@ class SchedulerRole:
         )
         self.meter = StepMeter(self.no_regret, plan.clock, self.index.page_size, plan.num_overlapping)
         self._prefetcher: Prefetcher | None = None  # once the workers' pools are known
+        planner = HostPlanner(
+            self.index, plan.clock, self.executor, lambda: self._prefetcher, self.device.backup
+        )
+        self.intents = Intents(planner, plan.intents)
         self._saves_new = plan.writes.is_due(1)  # when pages are computed, not only when they are used again
         self._saves_lost = plan.writes.writes_on_evict  # and not before vLLM takes their blocks
         self._finished: NextStepSaves | WriteBackSaves = (
@@ -127,6 +136,8 @@ class SchedulerRole:
             and not request.skip_reading_prefix_cache
         ):
             key = tracked.key(self._loadable_pages(request), self.index.page_size)
+            if self.index.removals.cover(key):
+                return
             self.prefetcher.start(request.request_id, key, self.index.tree.match(key).loadable_node)
 
     def lookup(self, request: EngineRequest, local_tokens: int) -> int | None:
@@ -195,9 +206,11 @@ class SchedulerRole:
         size, end = self.index.page_size, tracked.local_tokens + num_tokens
         key = None if end % size or tracked.is_stale else tracked.key(end // size, size)
         blocks = self._blocks(table)
-        return self.device.load(
-            tracked, tracked.request.request_id, key, blocks, tracked.local_tokens // size
-        )
+        start = tracked.local_tokens // size
+        is_ordered = self.device.load(tracked, tracked.request.request_id, key, blocks, start)
+        if is_ordered and key is not None:
+            self.intents.count_use(self.index.tree.find(key))
+        return is_ordered
 
     def _blocks(self, table: BlockTables) -> BlockTables:
         """The block table of each component, from those of all KV cache groups."""
@@ -222,6 +235,19 @@ class SchedulerRole:
             self._finished.leave(FinishedRequest(tracked, known, blocks, later))
             ended = ended if later is None else None
         learn(self.index, tracked, known, ended)
+
+    def take_wishes(self, request: Any) -> list[dict[str, Any]] | None:
+        """What becomes of the wishes that a request brought in its `kv_transfer_params`, about its prompt: taken
+        when it ends, before `finished`. None: it brought none."""
+        given = (getattr(request, "kv_transfer_params", None) or {}).get(WISHES)
+        if given is None:
+            return None
+        tracked = self.requests.get(request.request_id)
+        if tracked is None:
+            return [{"message": "nothing of this request is cached here", "field": WISHES}]
+        num_pages = tracked.ended().prompt_tokens // self.index.page_size
+        selector = Selector.prefix(tracked.key(num_pages, self.index.page_size))
+        return answers_of_request(given, selector, self.intents.submit)
 
     def _give_up(self, tracked: Tracked) -> None:
         """Let go of prefetched pages: they are loaded from here on, or not wanted. What is still on its way
@@ -252,7 +278,7 @@ class SchedulerRole:
         """
         if self._quiet is None or self.storage.is_asked:
             return None
-        if self._prefetcher is not None and self._prefetcher.room.is_due:
+        if (self._prefetcher is not None and self._prefetcher.room.is_due) or self.intents.is_due:
             return None
         size, requests = self.index.page_size, self.requests
         for request_id, end in () if self._saves_lost else computed:
@@ -277,6 +303,7 @@ class SchedulerRole:
         if self._prefetcher is not None:
             self._prefetcher.room.next_round()
         self._book()
+        self.apply_intents()
         written, num_tokens = self.device.start_loading(), 0
         is_loading = bool(written)
         written.update(filled)
@@ -298,6 +325,25 @@ class SchedulerRole:
         if not (fences or storage or jobs):
             return NO_ORDERS[bool(scheduled), is_awaited]
         return Orders(fences, jobs, storage, bool(scheduled), is_awaited)
+
+    def apply_intents(self) -> None:
+        """Apply wishes. What requests have computed so far of what is forgotten is not saved any more."""
+        removals, size = self.index.removals, self.index.page_size
+        before = removals.number
+        if self.index.is_open:
+            self.intents.tick()
+        if removals.number == before:
+            return
+
+        def covers(tracked: Tracked, num_pages: int) -> bool:
+            return removals.cover_since(tracked.key(num_pages, size), before)
+
+        for tracked in self.requests.values():
+            if tracked.request.num_computed_tokens > 0 and covers(
+                tracked, tracked.request.num_tokens // size
+            ):
+                tracked.is_stale = True
+        self._finished.forget(lambda left: covers(left.tracked, left.num_pages))
 
     def _measure(self, scheduled: Sequence[StepRequest], num_tokens: int, is_loading: bool) -> None:
         """Measure the cost of computing, by steps that wait for no load and compute mostly prompts."""
@@ -497,6 +543,7 @@ class SchedulerRole:
             tracked.is_stale = tracked.request.num_computed_tokens > 0
         if self._prefetcher is not None:
             self._prefetcher.disown()
+        self.intents.reset(is_empty=False)
         self.index.lose_all()
         self._finished.forget_all()
         if not self.plan.keeps_storage:
@@ -510,3 +557,4 @@ class SchedulerRole:
     def check(self) -> None:
         """Assert the index's invariants and that each page is in one place. O(tree)."""
         self.index.check()
+        self.intents.check()

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from hiradix.adapters.vllm.events import HostEvents
 from hiradix.cache.host_index import HostIndex
+from hiradix.intents.limits import IntentLimits
 from hiradix.policy.prefetch_policy import PrefetchPolicy
 from hiradix.policy.write_policy import WritePolicy
 from hiradix.transfer import TransferLimits
@@ -30,7 +31,7 @@ class SchedulerPlan:
     that workers are started with. keeps_storage: a reset says nothing of what is stored. no_regret: what is
     predicted to be slower than computing is neither loaded nor fetched. num_overlapping: steps that the
     engine has under way at a time. limits: those of the workers. saves, loads: whether this engine saves what
-    it computes, and uses what is there.
+    it computes, and uses what is there. intents: caps on wishes, such as leases.
     """
 
     index: HostIndex
@@ -48,6 +49,7 @@ class SchedulerPlan:
     limits: TransferLimits = TransferLimits()
     saves: bool = True
     loads: bool = True
+    intents: IntentLimits = IntentLimits()
 
 
 class OfferedState(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,15 +21,18 @@ from hiradix.settings import (
     Setting,
     Type,
     fields_of,
+    nearest,
     require_bool,
+    require_stores,
     setting,
     setting_of,
     settings_of,
 )
-from hiradix.storage.attach.rules import AttachRules, default_of, parse_prepared, parse_rule
+from hiradix.sources import CONFIG, Given, SettingSource, resolve
+from hiradix.storage.attach.rules import AttachRules, default_of, rules_of
 
+logger = logging.getLogger(__name__)
 ADMIN_KEY_ENV = "HIRADIX_ADMIN_API_KEY"
-POLICY_ENV = "HIRADIX_SCHEDULE_POLICY"
 NOT_HERE = (
     "page_size", "enable_hierarchical_cache", "disable_radix_cache",  # vLLM's own
     "hicache_host_memory_mode",
@@ -84,8 +88,7 @@ class Settings:
         "admin_api_key",
         Type.SECRET,
         None,
-        f"its key; or the environment variable {ADMIN_KEY_ENV}",
-        env=ADMIN_KEY_ENV,
+        "its key",
     )
     storage_after_reset: str = setting(
         "storage_after_reset",
@@ -99,10 +102,9 @@ class Settings:
         "schedule_policy",
         Type.TEXT,
         "cached",
-        f"of HiRadixScheduler: whom of those that wait it offers vLLM first; else {POLICY_ENV} in the "
-        "environment, which is for a scheduler without this connector",
+        "of HiRadixScheduler: whom of those that wait it offers vLLM first; for a scheduler without this "
+        "connector the variable",
         choices=tuple(admission_policies()),
-        env=POLICY_ENV,
     )
     attach_rules: AttachRules = field(default_factory=AttachRules)
 
@@ -121,14 +123,37 @@ class Settings:
         return port
 
 
-def parse_settings(values: Mapping[str, Any], page_size: int) -> Settings:
-    """Settings from vLLM's mapping. Raises ConfigError naming the key."""
-    known_keys = (*CONFIG_KEYS, *(one.name for one in settings_of(Settings)))
+def table() -> tuple[Setting, ...]:
+    """All that vLLM's mapping may have, once each."""
+    cache = [one for one in settings_of(HiCacheConfig) if one.name in CONFIG_KEYS]
+    return (*cache, *settings_of(Settings))
+
+
+def with_other_sources(values: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
+    """vLLM's mapping, with what only variables and the file say: `config` in the mapping, or HIRADIX_CONFIG.
+
+    Raises ConfigError naming the variable or the line.
+    """
+    said = {name: Given(value, SettingSource.FLAG, name) for name, value in values.items()}
+    found = resolve(table(), said, environment, dict.fromkeys(NOT_HERE, "vLLM's own flag"), is_guest=True)
+    found.check()
+    for note in found.notes:
+        logger.info(note)
+    return {name: given.value for name, given in found.given.items() if name != CONFIG.name}
+
+
+def parse_settings(
+    values: Mapping[str, Any], page_size: int, environment: Mapping[str, str] | None = None
+) -> Settings:
+    """Settings from vLLM's mapping, the environment (the process's) and a file. Raises ConfigError naming the
+    key."""
+    known_keys = (*(one.name for one in table()), CONFIG.name)
     unknown = sorted(set(values) - set(known_keys))
     if unknown:
-        known = ", ".join(known_keys)
-        raise ConfigError(f"kv_connector_extra_config: unknown key {unknown[0]!r}; known: {known}")
+        hint = nearest(unknown[0], known_keys) or f"; known: {', '.join(known_keys)}"
+        raise ConfigError(f"kv_connector_extra_config: unknown key {unknown[0]!r}{hint}")
     _check_texts(values)
+    values = with_other_sources(values, os.environ if environment is None else environment)
     given = {key: values[key] for key in CONFIG_KEYS if key in values}
     if "hicache_storage_backend_extra_config" in given:
         given["hicache_storage_backend_extra_config"] = _extra(given["hicache_storage_backend_extra_config"])
@@ -147,7 +172,7 @@ def parse_settings(values: Mapping[str, Any], page_size: int) -> Settings:
         for field, one in fields_of(Settings)
         if one.name in values
     }
-    own |= {"admin_api_key": _admin_key(values), "attach_rules": _attach_rules(values, cache)}
+    own["attach_rules"] = _attach_rules(values, cache)
     return Settings(cache, **own)
 
 
@@ -155,29 +180,17 @@ def schedule_policy(transfer: Any) -> str:
     """The admission policy that a scheduler beside vLLM's KVTransferConfig, or None, goes by."""
     one = setting_of(Settings, "schedule_policy")
     own = getattr(transfer, "kv_connector", None) == "HiRadixConnector"
-    values = transfer.kv_connector_extra_config if own else {}
-    if one.name in values:
-        return str(one.check(one.name, values[one.name]))
-    return str(one.check(POLICY_ENV, os.environ.get(POLICY_ENV, one.default)))
-
-
-def _admin_key(values: Mapping[str, Any]) -> str | None:
-    """That of the settings, else of the environment, where it is none of the command line."""
-    key: str | None = values.get("admin_api_key", os.environ.get(ADMIN_KEY_ENV))
-    if key is not None and not key.strip():
-        raise ConfigError(f"{ADMIN_KEY_ENV} is empty: unset it, or give a key")
-    return key
+    values = with_other_sources(transfer.kv_connector_extra_config if own else {}, os.environ)
+    return str(one.check(one.name, values.get(one.name, one.default)))
 
 
 def _attach_rules(values: Mapping[str, Any], cache: HiCacheConfig) -> AttachRules:
     prepared, rules = values.get("attachable", {}), values.get("attach_allow", [])
-    if not isinstance(prepared, Mapping) or not all(isinstance(name, str) for name in prepared):
-        raise ConfigError("attachable must be an object of configurations by name")
+    require_stores("attachable", prepared)
     if not isinstance(rules, list | tuple) or not all(isinstance(rule, str) for rule in rules):
         raise ConfigError("attach_allow must be a list of texts such as backend=disk,path=/data/kv")
     start = default_of(cache.hicache_storage_backend, cache.hicache_storage_backend_extra_config)
-    given = {name: parse_prepared("attachable", name, value) for name, value in prepared.items()}
-    return AttachRules({**start, **given}, tuple(parse_rule(rule, "attach_allow") for rule in rules))
+    return rules_of(prepared, rules, lambda name: name, start)
 
 
 def _check_texts(values: Mapping[str, Any]) -> None:

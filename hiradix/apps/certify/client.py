@@ -255,8 +255,8 @@ class ServerUnderTest:
                     raise CertifyError(f"{self.url}: {error}") from error
                 refused = error if refused is None or form.num_top == 0 else refused
                 continue
-            is_told = any(token.top for token in reply.tokens)
-            if not is_told or not all(math.isfinite(token.logprob) for token in reply.tokens):
+            has_logprobs = any(token.top for token in reply.tokens)
+            if not has_logprobs or not all(math.isfinite(token.logprob) for token in reply.tokens):
                 self.able = replace(self.able, num_top=0)
             await self._probe_rest(prompt)
             return reply

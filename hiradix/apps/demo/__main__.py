@@ -70,7 +70,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         view.say("stopped")
         return 130
+    for line in next_steps(model_path, args.model_path is None):
+        view.say(line)
     return 0 if holds else 1
+
+
+def next_steps(model_path: Path, is_default: bool) -> list[str]:
+    """Three things to try after the demo, as commands that run."""
+    from hiradix.apps.engine.smollm2 import MODEL_NAME
+
+    name = MODEL_NAME if is_default else str(model_path)
+    command = f"{sys.executable} -m hiradix.cli"
+    return [
+        "",
+        "To try next:",
+        f"  1. {command} serve --model-path {name} --enable-hierarchical-cache",
+        "     serves it to any OpenAI or Anthropic client at http://127.0.0.1:30000",
+        f"  2. {command} certify http://127.0.0.1:30000",
+        "     asks that server, or any other, whether answers behind a hit are right",
+        f"  3. {command} tour",
+        "     the route that one page takes through the code",
+    ]
 
 
 if __name__ == "__main__":

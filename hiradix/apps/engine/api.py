@@ -223,7 +223,7 @@ class Output:
     back while it may be the beginning of a stop string or of a character, and cut before a stop string; it
     is "" when the model directory has no tokenizer. `finish_reason` is stop, tool_calls, length, abort or error;
     for error, `error` says why. `prompt_logprobs`: of the prompt's tokens but the first, in a request's first
-    Output where they were asked for.
+    Output where they were asked for. `matched_stop`: the stop string that ended it.
     """
 
     rid: str
@@ -234,6 +234,7 @@ class Output:
     finish_reason: str | None = None
     error: str | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    matched_stop: str | None = None
 
 
 def _count(name: str, default: int | None, text: str, **more: Any) -> Any:

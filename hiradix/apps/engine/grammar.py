@@ -121,19 +121,36 @@ def _library() -> Any:
 def _bounded(text: str) -> str:
     if len(text) > MAX_CHARS:
         raise RequestError(f"grammar: longer than {MAX_CHARS} characters")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"grammar: half a character at {error.start} of the text") from error
     return text
 
 
 def of_json_schema(schema: Any) -> str:
     """The grammar of JSON that a schema allows; {} is any value, {"type": "object"} any object."""
+    library = _library()
     try:
-        text = _bounded(json.dumps(schema))
-        grammar: str = _library().LLMatcher.grammar_from_json_schema(text)
+        text = json.dumps(schema)
     except (ValueError, TypeError, RecursionError) as error:
-        if isinstance(error, RequestError):
-            raise
+        raise RequestError(f"grammar: no JSON schema: {error}") from error
+    try:
+        grammar: str = library.LLMatcher.grammar_from_json_schema(_bounded(text))
+    except ValueError as error:
         raise RequestError(f"grammar: no JSON schema: {error}") from error
     return grammar
+
+
+def of_json_text(schema: Any) -> str:
+    """`of_json_schema` of a schema that may be written as text."""
+    if isinstance(schema, str):
+        text = _bounded(schema)
+        try:
+            schema = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"grammar: no JSON schema: {error}") from error
+    return of_json_schema(schema)
 
 
 def of_regex(pattern: str) -> str:
@@ -149,7 +166,7 @@ def of_choice(texts: Sequence[str]) -> str:
 
 def of_lark(text: str) -> str:
     """The grammar that a text in Lark's notation describes; one with `::=` is read as GBNF."""
-    library = _library()
+    library, text = _library(), _bounded(text)
     if "::=" in text:
         from llguidance.gbnf_to_lark import any_to_lark
 
@@ -157,5 +174,5 @@ def of_lark(text: str) -> str:
             text = any_to_lark(text)
         except Exception as error:  # it raises what it likes
             raise RequestError(f"grammar: {error}") from error
-    grammar: str = library.LLMatcher.grammar_from_lark(_bounded(text))
+    grammar: str = library.LLMatcher.grammar_from_lark(text)
     return grammar

@@ -112,4 +112,8 @@ class OutputBuilder:
                 reason = FINISH_TOOL
         logprobs = () if params.logprobs is None else (drawn,)
         of_prompt = tuple(request.prompt_logprobs) if len(request.output_ids) == 1 else ()
-        return Output(request.rid, (token,), request.usage, text, logprobs, reason, prompt_logprobs=of_prompt)
+        matched = request.text.matched if request.text is not None else None
+        return Output(
+            request.rid, (token,), request.usage, text, logprobs, reason,
+            prompt_logprobs=of_prompt, matched_stop=matched,
+        )  # fmt: skip

@@ -9,6 +9,7 @@ whole on every rank, so every rank has the same logits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -116,8 +117,9 @@ def _rows(weight: torch.Tensor, parts: tuple[int, ...], group: ProcessGroup) -> 
     """This rank's share of each of the parts that rows consist of."""
     if sum(parts) != len(weight):
         raise Misuse(f"{len(weight)} rows in parts of {parts}")
-    own = torch.cat([_part(part, 0, group) for part in torch.split(weight, list(parts))])
-    return torch.nn.Parameter(own, requires_grad=False)
+    begins = accumulate(parts, initial=0)
+    shares = [_part(weight[at : at + size], 0, group) for at, size in zip(begins, parts, strict=False)]
+    return torch.nn.Parameter(torch.cat(shares), requires_grad=False)
 
 
 def _part(weight: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:

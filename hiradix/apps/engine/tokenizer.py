@@ -160,6 +160,7 @@ class TextStream:
         self._shown = 0
         self._held = ""
         self.stopped = False
+        self.matched: str | None = None  # the stop string that is complete
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str:
         """New final text after one more token; sets `stopped` when a stop string is complete, if it may."""
@@ -219,16 +220,12 @@ class TextStream:
         found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
         if found:
             self.stopped, self._held = True, ""
-            return text[: self._end_behind(text, min(found))]
+            at = min(found)
+            self.matched = min((stop for stop in self._stop if text.startswith(stop, at)), key=len)
+            return text[: at + len(self.matched) if self._includes_stop else at]
         keep = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
-
-    def _end_behind(self, text: str, at: int) -> int:
-        """Where the answer ends whose stop string begins at `at`."""
-        if not self._includes_stop:
-            return at
-        return at + min(len(stop) for stop in self._stop if text.startswith(stop, at))
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import unquote, urlsplit
 
 from hiradix.apps.lmcache.keys import EXTRA_KEYS, KEYS, Fate, LMCacheKey
 from hiradix.errors import ConfigError
@@ -218,7 +218,7 @@ class _Migration:
         backend = "valkey" if parts.scheme == "valkey" else "redis"
         scheme = "redis" if parts.scheme == "valkey" else parts.scheme
         host = parts.netloc.rpartition("@")[2]
-        keys: dict[str, Any] = {"url": urlunsplit((scheme, host, parts.path, "", ""))}
+        keys: dict[str, Any] = {"url": f"{scheme}://{host}{parts.path}"}
         if parts.username:
             keys["username"] = unquote(parts.username)
         if parts.password:

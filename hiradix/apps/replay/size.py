@@ -1,4 +1,4 @@
-"""hiradix size: how many agents a machine carries, or what more memory would bring for a trace."""
+"""hiradix size: what a model takes, how many agents a machine carries, what more memory brings for a trace."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hiradix.apps.replay.advice import advice
 from hiradix.apps.replay.capacity import Memory, Question, carried, shown
 from hiradix.apps.replay.closed_loop import ServerRates
 from hiradix.apps.replay.closed_report import add_crowd_flags, session_file
-from hiradix.apps.replay.kv_bytes import read_bytes_per_token
+from hiradix.apps.replay.kv_bytes import is_model, read_kv_bytes
 from hiradix.apps.replay.lab import Source, check_policy
 from hiradix.apps.replay.report import write_json
-from hiradix.apps.replay.timing import Machine, add_machine_flags, machine_of
+from hiradix.apps.replay.timing import add_machine_flags, machine_of
 from hiradix.apps.traces.crowd import Crowd
 from hiradix.apps.traces.sessions import SAMPLE
 from hiradix.errors import CacheError, ConfigError
@@ -26,9 +26,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hiradix size", description=(__doc__ or "").split(": ", 1)[1])
     add = parser.add_argument
     add(
-        "trace", metavar="TRACE", nargs="?",
+        "trace", metavar="TRACE|DIR", nargs="?",
         help="a file, such as one of `hiradix serve --record-trace`; with --device-gib one of agents' sessions "
-        "(default: 102 real ones that come with the package)",
+        "(default: 102 real ones that come with the package). A model's folder: what its cache takes",
     )  # fmt: skip
     add_machine_flags(parser)
     add("--json", type=Path, metavar="FILE", help="the agents' numbers")
@@ -60,13 +60,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _agents(args: argparse.Namespace) -> str:
     """How many the machine carries; told on stderr how far it is."""
-    if args.model is not None and args.bytes_per_token != Machine.bytes_per_token:
+    if args.model is not None and args.bytes_per_token is not None:
         raise ConfigError("--model and --bytes-per-token say the same")
     if args.kv_element_bytes is not None and args.model is None:
         raise ConfigError("--kv-element-bytes needs --model")
-    if args.model is not None:
-        args.bytes_per_token = float(read_bytes_per_token(args.model, args.kv_element_bytes))
-    server = ServerRates(machine_of(args), args.decode_rate, args.chunk)
+    size = None if args.model is None else read_kv_bytes(args.model, args.kv_element_bytes).most_per_token
+    server = ServerRates(machine_of(args, size), args.decode_rate, args.chunk)
     memory = Memory(args.device_gib, args.host_gib, args.storage_gib)
     tiers = memory.tiers(server.machine.bytes_per_token)
     schedules = tuple(args.schedule_policy.split(","))
@@ -78,13 +77,13 @@ def _agents(args: argparse.Namespace) -> str:
         schedules, args.context, args.most, args.minutes * 60, args.anonymous,
     )  # fmt: skip
     file = session_file(SAMPLE if args.trace is None else Path(args.trace), "--device-gib")
-    rows = carried(question, file, time.monotonic, _told)
+    rows = carried(question, file, time.monotonic, _print_try)
     if args.json is not None:
         write_json(args.json, rows, {"command": ["hiradix", "size", *sys.argv[2:]]})
     return shown(rows, server)
 
 
-def _told(schedule: str, agents: int, is_good: bool) -> None:
+def _print_try(schedule: str, agents: int, is_good: bool) -> None:
     print(f"{schedule}: {agents} {'fit' if is_good else 'are too many'}", file=sys.stderr, flush=True)
 
 
@@ -94,6 +93,8 @@ def _more_memory(args: argparse.Namespace) -> str:
         raise ConfigError("a TRACE is needed, or --device-gib: how many agents a machine carries; see --help")
     if args.device_tokens < 0:
         raise ConfigError(f"--device-tokens must be >= 0, got {args.device_tokens}")
+    if args.kv_element_bytes is not None:
+        raise ConfigError("--kv-element-bytes needs a model's folder")
     for flag, value in (
         ("--host-gib", args.host_gib),
         ("--storage-gib", args.storage_gib),
@@ -101,14 +102,33 @@ def _more_memory(args: argparse.Namespace) -> str:
     ):
         if value:
             raise ConfigError(f"{flag} needs --device-gib")
-    return advice(Source(args.trace, 0, args.limit), machine_of(args), args.processes, args.device_tokens)
+    source = Source(args.trace, 0, args.limit)
+    machine = machine_of(args, source.load().bytes_per_token)
+    return advice(source, machine, args.processes, args.device_tokens)
+
+
+def _model(folder: Path, element_bytes: int | None) -> str:
+    """What a model's cache takes."""
+    found = read_kv_bytes(folder, element_bytes, flag="")
+    return "\n".join([f"{folder}:", *(f"  {line}" for line in found.lines())])
+
+
+def _answer(args: argparse.Namespace) -> str:
+    if args.trace is not None and is_model(Path(args.trace)):
+        folder = Path(args.trace)
+        if args.device_gib is None:
+            return _model(folder, args.kv_element_bytes)
+        if args.model is not None:
+            raise ConfigError(f"{folder} and --model say the same")
+        args.model, args.trace = folder, None
+    return _more_memory(args) if args.device_gib is None else _agents(args)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """hiradix size: agents with --device-gib, otherwise host memory and disk for a trace."""
     args = _parser().parse_args(arguments)
     try:
-        print(_more_memory(args) if args.device_gib is None else _agents(args))
+        print(_answer(args))
     except CacheError as error:
         print(f"hiradix size: error: {error}", file=sys.stderr)
         return 2

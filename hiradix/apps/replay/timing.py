@@ -42,7 +42,8 @@ class Machine:
 
 
 _RATES = {
-    "prefill_rate": "tokens/s", "bytes_per_token": "of KV", "host_rate": "bytes/s", "storage_rate": "bytes/s",
+    "prefill_rate": "tokens/s", "bytes_per_token": "of KV; a recording says its own", "host_rate": "bytes/s",
+    "storage_rate": "bytes/s",
 }  # fmt: skip
 
 
@@ -50,15 +51,17 @@ def add_machine_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that `machine_of` reads."""
     for name, unit in _RATES.items():
         flag, default = f"--{name.replace('_', '-')}", getattr(Machine, name)
-        parser.add_argument(flag, type=float, default=default, help=f"{unit} (default: %(default)g)")
+        parser.add_argument(flag, type=float, help=f"{unit} (default: {default:g})")
 
 
-def machine_of(args: argparse.Namespace) -> Machine:
-    """The machine that the flags say; ConfigError names a bad one."""
-    for name in _RATES:
-        if not 0 < getattr(args, name) < math.inf:
-            raise ConfigError(f"--{name.replace('_', '-')} must be > 0, got {getattr(args, name):g}")
-    return Machine(**{name: getattr(args, name) for name in _RATES})
+def machine_of(args: argparse.Namespace, bytes_per_token: float | None = None) -> Machine:
+    """The machine that the flags say; ConfigError names a bad one. bytes_per_token: where no flag says it."""
+    given = {name: getattr(args, name) for name in _RATES if getattr(args, name) is not None}
+    for name, value in given.items():
+        if not 0 < value < math.inf:
+            raise ConfigError(f"--{name.replace('_', '-')} must be > 0, got {value:g}")
+    own = {} if bytes_per_token is None else {"bytes_per_token": float(bytes_per_token)}
+    return Machine(**own | given)
 
 
 def summary_ms(seconds: npt.NDArray[np.float64]) -> dict[str, float]:

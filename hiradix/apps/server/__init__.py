@@ -1,0 +1,1 @@
+"""`hiradix serve`: flags, the OpenAI-compatible HTTP API, admin endpoints, metrics."""

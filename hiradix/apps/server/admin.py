@@ -13,8 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from hiradix.apps.server import audit
+from hiradix.apps.server.errors import ApiError
 from hiradix.apps.server.intake import read_json
-from hiradix.apps.server.schema import ApiError, first_error
+from hiradix.apps.server.schema import first_error
 from hiradix.apps.server.service import NO_HOST_TIER, AdminResult, AttachRequest, Service
 from hiradix.config import HiCacheConfig
 from hiradix.settings import redact

@@ -16,10 +16,15 @@ from starlette.responses import JSONResponse, Response
 import hiradix
 from hiradix.apps.engine.api import EngineBusy, EngineStopped
 from hiradix.apps.server.admin import Admin, StorageView
+from hiradix.apps.server.answering import Answering
+from hiradix.apps.server.api_docs import add_docs
 from hiradix.apps.server.auth import AuthMiddleware, KeyRing, Keys
+from hiradix.apps.server.dialects.anthropic import Anthropic, anthropic_error
+from hiradix.apps.server.dialects.responses import Responses
+from hiradix.apps.server.dialects.tokens import TokenEndpoints
+from hiradix.apps.server.errors import ApiError
 from hiradix.apps.server.metrics import RequestMetrics
 from hiradix.apps.server.openai import OpenAI
-from hiradix.apps.server.schema import ApiError
 from hiradix.apps.server.service import Service, Snapshot
 from hiradix.browsers import Allowed
 from hiradix.config import HiCacheConfig
@@ -34,7 +39,8 @@ class AppSettings:
     """The application's settings beside the engine. `extra_config_text`: the flag's text, to show.
 
     attach: what may be attached over HTTP beside that of the start. pages: whose web pages may ask, and by
-    which names of this server. needs_salt: requests say whose cache they use.
+    which names of this server. needs_salt: requests say whose cache they use. other_names: by which requests may
+    ask for the model, too. tool_parser: how it writes tool calls; None: as its chat template says.
     """
 
     model_name: str
@@ -45,6 +51,8 @@ class AppSettings:
     attach: AttachRules = field(default_factory=AttachRules)
     pages: Allowed = Allowed()
     needs_salt: bool = False
+    other_names: tuple[str, ...] = ()
+    tool_parser: str | None = None
 
     @property
     def attach_rules(self) -> AttachRules:
@@ -122,7 +130,9 @@ _HEADERS = {503: {"retry-after": "1"}, 408: {"connection": "close"}}  # the rest
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return JSONResponse(error.body(), error.status, _HEADERS.get(error.status))
+    is_anthropic = request.url.path.startswith("/v1/messages")
+    body = anthropic_error(error) if is_anthropic else error.body()
+    return JSONResponse(body, error.status, _HEADERS.get(error.status))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -148,9 +158,13 @@ def create_app(service: Service, settings: AppSettings) -> FastAPI:
     )
     metrics = RequestMetrics(settings.model_name, settings.metric_labels)
     admin = Admin(service, StorageView.of(settings.cache, settings.extra_config_text), settings.attach_rules)
-    app.include_router(OpenAI(service, settings.model_name, metrics, settings.needs_salt).router)
+    names = (settings.model_name, *settings.other_names)
+    answering = Answering(service, names, metrics, settings.needs_salt, settings.tool_parser)
+    for endpoints in (OpenAI, Anthropic, Responses, TokenEndpoints):
+        app.include_router(endpoints(answering).router)
     app.include_router(admin.router)
     app.include_router(Information(service, settings, admin, metrics).router)
+    add_docs(app)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     for unavailable in (TimeoutError, EngineBusy, EngineStopped):
@@ -162,6 +176,9 @@ def create_app(service: Service, settings: AppSettings) -> FastAPI:
             CORSMiddleware,
             allow_origins=sorted(settings.pages.origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type"],
+            allow_headers=[
+                *("authorization", "content-type", "x-api-key", "x-session-id", "anthropic-version"),
+                *("anthropic-beta", "anthropic-dangerous-direct-browser-access"),
+            ],
         )
     return app

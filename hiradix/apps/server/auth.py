@@ -135,7 +135,7 @@ def check(ring: KeyRing, scope: Scope, pages: Allowed = ANY_PAGE) -> JSONRespons
     if scope["method"] == "OPTIONS" or path.startswith(OPEN_PREFIXES):
         return _of_page(pages, scope)
     level = LEVELS.get(path, Level.NORMAL)
-    authorization = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+    authorization = _authorization(scope)
     is_admin = ring.is_admin(authorization)
     if level in (Level.NORMAL, Level.HINT):
         caller = NOBODY if ring.is_open else ring.caller(authorization)
@@ -156,6 +156,16 @@ def check(ring: KeyRing, scope: Scope, pages: Allowed = ANY_PAGE) -> JSONRespons
     else:
         refusal = None if ring.caller(authorization) is not None else _unauthorized()
     return _off() if refusal is None and level is Level.ADMIN_REQUIRED else refusal
+
+
+def _authorization(scope: Scope) -> bytes:
+    """The caller's key as `Authorization` has it; Anthropic's clients send it as `x-api-key`."""
+    found: dict[bytes, bytes] = {}
+    for name, value in scope["headers"]:
+        found.setdefault(name, value)
+    if b"authorization" in found or b"x-api-key" not in found:
+        return found.get(b"authorization", b"")
+    return b"Bearer " + found[b"x-api-key"]
 
 
 def _unauthorized() -> JSONResponse:

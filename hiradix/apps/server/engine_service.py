@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from hiradix.apps.engine.api import Output, Scope
+from hiradix.apps.engine.api import Output, RequestError, Scope
 from hiradix.apps.engine.async_engine import EngineThread
 from hiradix.apps.engine.engine import Engine
 from hiradix.apps.server.bounded_executor import off_loop
@@ -78,6 +78,16 @@ class EngineService:
                 yield output
         finally:
             self._open.discard(generation.rid)
+
+    def check_grammar(self, grammar: str) -> None:
+        """Compile the grammar of an answer; RequestError where it is none."""
+        if self._engine.grammars is None:
+            raise RequestError("response_format: needs a tokenizer, and the model directory has none")
+        self._engine.grammars.check(grammar)
+
+    def special_token(self, text: str) -> int | None:
+        """The id of a special token by its text."""
+        return None if self._engine.grammars is None else self._engine.grammars.special_token(text)
 
     def abort(self, rid: str) -> None:
         """Stop a request; unknown ids are ignored."""
@@ -251,4 +261,5 @@ def snapshot_of(engine: Engine) -> Snapshot:
         kv_events_figures=None if publisher is None else publisher.figures(),
         window=asdict(stats.window) if stats.window is not None else {},
         state=asdict(stats.state) if stats.state is not None else {},
+        intents=stats.intents.figures(),
     )

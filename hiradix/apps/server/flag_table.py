@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hiradix.apps.engine.api import EngineConfig
+from hiradix.apps.server.tools import FORMATS
 from hiradix.config import RANK_TIMEOUT_S, REQUIRED_KEY, HiCacheConfig
 from hiradix.settings import (
     MAX_PORT,
@@ -125,6 +126,9 @@ _SERVER: tuple[Flag, ...] = (
           "New file for the shape of the traffic, for `hiradix replay` and `hiradix size`: times, lengths "
           "and salted hashes of blocks, no content; at most 256 MiB of text, compressed as FILE.gz or "
           "FILE.zst. Beside an earlier recording, numbered.", metavar="FILE"),
+    _flag("tool_call_parser", Type.TEXT, None,
+          "How the model writes tool calls; by default as its chat template says.",
+          choices=tuple(FORMATS), default_text="by the chat template"),
     _accepted("enable_metrics", "GET /metrics is always on."),
     _flag("extra_metric_labels", Type.OBJECT, None, "JSON object of labels added to every metric.",
           metavar="JSON"),

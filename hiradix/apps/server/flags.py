@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from hiradix.adapters.vllm import settings as vllm_settings
 from hiradix.apps.engine.api import EngineConfig
+from hiradix.apps.engine.smollm2 import MODEL_NAME, smollm2_path
 from hiradix.apps.lmcache.keys import foreign_key
 from hiradix.apps.server.flag_table import FLAGS, REFUSED, SECTIONS, TABLE, Flag, setting_of_flag
 from hiradix.apps.server.key_files import choose_key, read_tenants
@@ -34,7 +35,8 @@ from hiradix.policy.eviction import make_order
 from hiradix.settings import Setting, Type, fields_of, nearest, settings_of
 from hiradix.sources import Given, Resolved, SettingSource, placed, resolve
 from hiradix.storage import StoreSettings, load_storage_backend
-from hiradix.storage.attach.rules import AttachRules, parse_prepared, parse_rule
+from hiradix.storage.attach.checks import check_store
+from hiradix.storage.attach.rules import AttachRules, rules_of
 from hiradix.storage.backends.disk import config as disk_config
 from hiradix.storage.backends.file import config as file_config
 
@@ -68,6 +70,8 @@ class ServeConfig:
     tenants: Mapping[str, str | None] = field(default_factory=dict, repr=False)
     api_keys_path: str | None = None
     needs_salt: bool = False
+    other_names: tuple[str, ...] = ()
+    tool_parser: str | None = None
     extra_config_text: str | None = field(default=None, repr=False)
     metric_labels: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -193,7 +197,7 @@ def resolve_serve(arguments: Sequence[str], environment: Mapping[str, str] | Non
         said_by_flags(arguments),
         os.environ if environment is None else environment,
         {one.name: "vLLM" for one in vllm_settings.own_settings()},
-        lambda name: f"{REFUSED[name]}: not supported" if name in REFUSED else foreign_key(name),
+        lambda name: f"is not supported: {REFUSED[name]}" if name in REFUSED else foreign_key(name),
     )
 
 
@@ -244,13 +248,15 @@ def _serve_config(found: Resolved) -> ServeConfig:
         tenants=tenants,
         api_keys_path=found["api_keys"],
         needs_salt=found["require_cache_salt"],
+        other_names=() if found["served_model_name"] else _other_names(found["model_path"]),
+        tool_parser=found["tool_call_parser"],
         extra_config_text=_as_text(found, EXTRA),
         metric_labels=_metric_labels(found["extra_metric_labels"] or {}),
         notes=notes,
         tp_size=found["tp_size"],
         rank_timeout_s=found["dist_timeout"],
         kv_events=read_kv_events_config(found["kv_events_config"] or {}),
-        attach=_attach_rules(found),
+        attach=rules_of(found["attachable"], found["attach_allow"], found.where),
         places=found.places,
     )
 
@@ -269,13 +275,6 @@ def _check_numbers(found: Resolved) -> None:
     ratio = found["swa_full_tokens_ratio"]
     if ratio is not None and not 0 < ratio <= 1:
         raise ConfigError(f"--swa-full-tokens-ratio must be in (0, 1], got {ratio}")
-
-
-def _attach_rules(found: Resolved) -> AttachRules:
-    where = found.where("attachable")
-    prepared = {name: parse_prepared(where, name, one) for name, one in found["attachable"].items()}
-    where = found.where("attach_allow")
-    return AttachRules(prepared, tuple(parse_rule(text, where) for text in found["attach_allow"]))
 
 
 def tenants_of(
@@ -366,13 +365,23 @@ def _check_names(config: HiCacheConfig) -> None:
     loaded."""
     make_order(config.radix_eviction_policy, config.radix_eviction_policy_config)
     if config.hicache_storage_backend is not None:
-        StoreSettings.read(config.hicache_storage_backend_extra_config.backend)
+        keys = config.hicache_storage_backend_extra_config.backend
+        StoreSettings.read(keys)
+        check_store(config.hicache_storage_backend, keys)
+
+
+def _other_names(model_path: str) -> tuple[str, ...]:
+    """By which a model without a served name is known beside its path: its folder's name."""
+    name = Path(model_path).expanduser().resolve().name
+    return (name,) if name and name != model_path else ()
 
 
 def _model_path(text: str) -> str:
     path = Path(text).expanduser()
+    if text == MODEL_NAME and not path.is_dir():
+        return str(smollm2_path())
     if not path.is_dir():
-        raise ConfigError(f"--model-path: {text} is not a directory")
+        raise ConfigError(f"--model-path: {text} is not a directory, and not {MODEL_NAME}, known by name")
     if not (path / "config.json").is_file():
         raise ConfigError(f"--model-path: {text} has no config.json, it is not a transformers checkpoint")
     return str(path)

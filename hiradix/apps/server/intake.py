@@ -11,7 +11,8 @@ from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 
 from hiradix.apps.server.bounded_executor import BoundedExecutor
-from hiradix.apps.server.schema import ApiError, parse_body, parse_json
+from hiradix.apps.server.errors import ApiError
+from hiradix.apps.server.schema import parse_body, parse_json
 from hiradix.errors import Misuse
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
@@ -104,11 +105,14 @@ async def read_json(request: Request) -> Any:
     return parse_json(await _received(request))
 
 
-async def read_body(request: Request, model: type[Body], share: BodyShare) -> Body:
+async def read_body(request: Request, model: type[Body], share: BodyShare, dialect: str = "") -> Body:
     """The request's body as a checked record; ApiError naming the first field at fault. EngineBusy or
-    TimeoutError where too many bodies wait to be parsed."""
+    TimeoutError where too many bodies wait to be parsed.
+
+    dialect: whose table of unsupported fields counts.
+    """
     data = await _received(request, share)
-    return await share.work(partial(parse_body, data, model), len(data))
+    return await share.work(partial(parse_body, data, model, dialect), len(data))
 
 
 async def _received(request: Request, share: BodyShare | None = None) -> bytes:

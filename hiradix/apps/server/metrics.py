@@ -14,9 +14,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from hiradix.apps.engine.api import Output
+from hiradix.apps.server.errors import ApiError
 from hiradix.apps.server.generation import ClientGone
 from hiradix.apps.server.refusals import REFUSALS
-from hiradix.apps.server.schema import ApiError
 from hiradix.apps.server.service import Snapshot, TransferReport
 
 TTFT_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
@@ -179,6 +179,12 @@ class SnapshotCollector:
             "Records of recurrent states and slots for them, by what they are.",
             cache,
             snapshot.state,
+        )
+        yield self._figures(
+            "hiradix:intents",
+            "Wishes, leases and what became of them, by what they are.",
+            cache,
+            snapshot.intents,
         )
         yield from self._transfers(cache)
 

@@ -102,6 +102,11 @@ class TraceRecorder:
         self._file = os.fdopen(descriptor, "wb")
         self._write({"hiradix_trace": 1, "block_tokens": BLOCK_TOKENS})
 
+    def describe(self, bytes_per_token: int) -> None:
+        """Say how many bytes of KV a token has, in a heading of its own: the engine is built after the file."""
+        with self._file_lock:
+            self._write({"hiradix_trace": 1, "bytes_per_token": bytes_per_token})
+
     def later(self, prompt_ids: Sequence[int], output_tokens: int, scope: Scope) -> None:
         """`record` on a thread of its own: nobody waits for the disk. If it hangs, requests are left out."""
         with self._lock:

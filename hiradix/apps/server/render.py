@@ -1,13 +1,15 @@
-"""Engine outputs as OpenAI JSON: both response shapes, stream chunks, log probabilities and usage."""
+"""What OpenAI's shapes of answers share: usage, events, names of tokens, what every chunk repeats."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hiradix.apps.engine.api import Output, TokenLogprob, Usage
+from hiradix.apps.engine.api import TokenLogprob, Usage
+from hiradix.apps.server.asked import Answer, Piece
+from hiradix.apps.server.errors import ApiError
 
 TokenText = Callable[[int], str]
 Json = dict[str, Any]
@@ -21,17 +23,19 @@ def usage_json(usage: Usage) -> Json:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "cached_tokens_details": {
-            "device": usage.cached_device,
-            "host": usage.cached_host,
-            "storage": usage.cached_storage,
-        },
+        "cached_tokens_details": tiers_json(usage),
     }
 
 
-def event(record: Mapping[str, Any]) -> bytes:
+def tiers_json(usage: Usage) -> Json:
+    """Reused prompt tokens by the tier they came from."""
+    return {"device": usage.cached_device, "host": usage.cached_host, "storage": usage.cached_storage}
+
+
+def event(record: Mapping[str, Any], name: str = "") -> bytes:
     """One server-sent event."""
-    return b"data: " + json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    head = b"event: " + name.encode() + b"\n" if name else b""
+    return head + b"data: " + json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,14 @@ class Envelope:
     token_text: TokenText
     with_logprobs: bool = False
     with_token_ids: bool = False
+    with_prompt_logprobs: bool = False
+    with_usage: bool = False
+    with_usage_in_each: bool = False
+
+    @property
+    def is_verbose(self) -> bool:
+        """Whether tokens without text are shown."""
+        return self.with_logprobs or self.with_token_ids
 
     def wrap(self, kind: str, choices: list[Json], usage: Json | None) -> Json:
         """A response or chunk of object type `kind`."""
@@ -51,91 +63,48 @@ class Envelope:
         return {**head, "choices": choices, "usage": usage}
 
 
-def _token_name(text_of: TokenText, token_id: int) -> tuple[str, list[int] | None]:
+def token_name(text_of: TokenText, token_id: int) -> tuple[str, list[int] | None]:
+    """A token's text and its bytes; `token_id:N` and None where it holds part of a character."""
     text = text_of(token_id)
     if not text or "\ufffd" in text:
         return f"token_id:{token_id}", None
     return text, list(text.encode())
 
 
-def _extras(envelope: Envelope, output: Output) -> Json:
-    return {"token_ids": list(output.token_ids)} if envelope.with_token_ids else {}
+def prompt_logprobs_json(items: Sequence[TokenLogprob], text_of: TokenText) -> list[Json | None]:
+    """vLLM's form: of each token of the prompt its own entry and the likeliest, None for the first."""
+    return [None, *(_ranked(item, text_of) for item in items)]
 
 
-class ChatRenderer:
-    """chat.completion and chat.completion.chunk."""
-
-    kind = "chat.completion"
-    chunk_kind = "chat.completion.chunk"
-
-    def __init__(self, envelope: Envelope):
-        self._envelope = envelope
-
-    def opening(self) -> list[Json]:
-        """The chunk that names the role."""
-        delta = {"role": "assistant", "content": ""}
-        return [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}]
-
-    def choice(self, output: Output) -> Json:
-        """New text as a delta."""
-        return self._choice("delta", {"content": output.text} if output.text else {}, output)
-
-    def message(self, output: Output) -> Json:
-        """The whole message."""
-        return self._choice("message", {"role": "assistant", "content": output.text}, output)
-
-    def _choice(self, name: str, content: Json, output: Output) -> Json:
-        logprobs = None
-        if self._envelope.with_logprobs:
-            logprobs = {"content": [self._logprob(item) for item in output.logprobs]}
-        body = {"index": 0, name: content, "logprobs": logprobs, "finish_reason": output.finish_reason}
-        return {**body, **_extras(self._envelope, output)}
-
-    def _logprob(self, item: TokenLogprob) -> Json:
-        return {
-            **self._entry(item.token_id, item.logprob),
-            "top_logprobs": [self._entry(*t) for t in item.top],
-        }
-
-    def _entry(self, token_id: int, logprob: float) -> Json:
-        name, raw = _token_name(self._envelope.token_text, token_id)
-        return {"token": name, "logprob": logprob, "bytes": raw}
+def _ranked(item: TokenLogprob, text_of: TokenText) -> Json:
+    entries = [(token, value, rank) for rank, (token, value) in enumerate(item.top, 1)]
+    if all(token != item.token_id for token, _, _ in entries):
+        entries.insert(0, (item.token_id, item.logprob, item.rank))
+    return {
+        str(token): {"logprob": value, "rank": rank, "decoded_token": text_of(token)}
+        for token, value, rank in entries
+    }
 
 
-class CompletionRenderer:
-    """text_completion, whole and in chunks."""
+class Renderer:
+    """One shape of answers, of one request; each dialect has one. Events are as they are sent."""
 
-    kind = "text_completion"
-    chunk_kind = "text_completion"
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> Json:
+        """The body of an answer that is not streamed."""
+        raise NotImplementedError
 
-    def __init__(self, envelope: Envelope):
-        self._envelope = envelope
-        self._offset = 0
-
-    def opening(self) -> list[Json]:
-        """Nothing comes before the first text."""
+    def opening(self) -> list[bytes]:
+        """Events before the first output."""
         return []
 
-    def choice(self, output: Output) -> Json:
-        """New text."""
-        logprobs = self._logprobs(output) if self._envelope.with_logprobs else None
-        body = {"index": 0, "text": output.text, "logprobs": logprobs, "finish_reason": output.finish_reason}
-        return {**body, **_extras(self._envelope, output)}
+    def events(self, piece: Piece) -> list[bytes]:
+        """Events of one piece; none where it shows nothing."""
+        raise NotImplementedError
 
-    message = choice
+    def closing(self, usage: Usage) -> list[bytes]:
+        """Events behind the last piece."""
+        return [DONE]
 
-    def _logprobs(self, output: Output) -> Json:
-        text_of = self._envelope.token_text
-        names = [_token_name(text_of, item.token_id)[0] for item in output.logprobs]
-        offsets = []
-        for item in output.logprobs:
-            offsets.append(self._offset)
-            self._offset += len(text_of(item.token_id))
-        top = [{_token_name(text_of, t)[0]: value for t, value in item.top} for item in output.logprobs]
-        values = [item.logprob for item in output.logprobs]
-        return {"tokens": names, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
-
-
-Renderer = ChatRenderer | CompletionRenderer
-"""One response shape, of one answer. `opening`: choices sent before the first output. `choice`: that of one
-stream chunk, with `chunk_kind`. `message`: that of a whole answer, with `kind`."""
+    def failure(self, error: ApiError) -> list[bytes]:
+        """Events that end a stream which failed."""
+        return [event(error.body()), DONE]

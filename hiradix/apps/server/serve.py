@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hiradix.apps.engine.api import EngineConfig
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HEALTH_POLL_S = 1.0
+PROGRESS_S = 5.0
 UNSENT_TIMEOUT_S = 60.0  # a client that takes nothing for so long has left
 REQUESTS_SHARE = 0.5  # of the time from the signal to the end, in which running requests may finish
 ANSWERS_SHARE = 0.2  # of it, after their abort, in which their answers may be sent
@@ -98,7 +100,8 @@ def serve(arguments: Sequence[str]) -> int:
         with _stop_on_signals():
             listener = bind(config.host, config.port)
             with contextlib.closing(listener):
-                service = build_service(config)
+                with _progress(config):
+                    service = build_service(config)
                 return _run(service, config, listener)
     except CacheError as error:
         line = start_up_line(error)
@@ -108,6 +111,27 @@ def serve(arguments: Sequence[str]) -> int:
         return 2
     except _Stopped:
         return 0
+
+
+@contextlib.contextmanager
+def _progress(config: ServeConfig) -> Generator[None]:
+    """Say at once what the start does, and every few seconds that it still does."""
+    path = Path(config.engine.model_path)
+    size = sum(file.stat().st_size for file in path.glob("*.safetensors")) / (1 << 20)
+    print(f"hiradix serve: loading {config.model_name} ({size:,.0f} MiB of weights) ...", flush=True)
+    begun_s, ended = time.monotonic(), threading.Event()
+
+    def tell() -> None:
+        while not ended.wait(PROGRESS_S):
+            print(f"hiradix serve: still loading, {time.monotonic() - begun_s:.0f} s ...", flush=True)
+
+    teller = threading.Thread(target=tell, name="hiradix-progress", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        teller.join()
 
 
 def start_up_line(error: CacheError) -> str:
@@ -174,6 +198,8 @@ def build_service(config: ServeConfig) -> EngineService:
         if recorder is not None:
             recorder.discard()
         raise
+    if recorder is not None and config.tp_size == 1:  # of several ranks each has a part of a token
+        recorder.describe(engine.info().kv_bytes_per_token)
     thread = EngineThread(engine)
     thread.start()
     make = EngineService if config.tp_size == 1 else RankedService
@@ -320,6 +346,8 @@ def _make_server(service: EngineService, config: ServeConfig) -> uvicorn.Server:
         attach=config.attach,
         pages=config.pages,
         needs_salt=config.needs_salt,
+        other_names=config.other_names,
+        tool_parser=config.tool_parser,
     )
     logging.getLogger("uvicorn.error").addFilter(Sparing())
     audit.AUDIT.setLevel(logging.INFO)

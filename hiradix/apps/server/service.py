@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from hiradix.apps.engine.api import EngineInfo, Output, SamplingParams, Scope
+from hiradix.apps.engine.api import Conversation, EngineInfo, Output, SamplingParams, Scope
 
 NO_HOST_TIER = "Hierarchical cache is not enabled."
 
@@ -94,7 +94,7 @@ class Snapshot:
     `kv_events` is where events are published, if they are, and `kv_events_figures` how many.
     `transfers` is by kind (write: device to host, load: back, store and read: to and from storage, query).
     `window`: tokens of sliding-window pools, `state`: records of recurrent states, empty for models without;
-    `cache` speaks of full attention.
+    `intents`: figures of wishes, such as leases; `cache` speaks of full attention.
     """
 
     engine: EngineInfo
@@ -107,18 +107,26 @@ class Snapshot:
     kv_events_figures: Mapping[str, int] | None = None
     window: Mapping[str, int] = field(default_factory=dict)
     state: Mapping[str, int] = field(default_factory=dict)
+    intents: Mapping[str, int] = field(default_factory=dict)
 
 
 class TokenizerLike(Protocol):
     """Text to tokens and back; safe to call from any thread."""
 
-    def encode(self, text: str, context_length: int | None = None) -> list[int]:
+    @property
+    def chat_template(self) -> str:
+        """The text of the chat template, "" where there is none."""
+
+    def encode(
+        self, text: str, context_length: int | None = None, *, add_special_tokens: bool = True
+    ) -> list[int]:
         """Token ids of a plain prompt; RequestError where it is seen, before, not to fit the context."""
 
-    def apply_chat(
-        self, messages: Sequence[Mapping[str, str]], context_length: int | None = None
-    ) -> list[int]:
-        """Token ids of a conversation, ready for the answer; RequestError if it cannot be rendered or fit."""
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """The text of some tokens, special ones shown."""
+
+    def apply_chat(self, conversation: Conversation, context_length: int | None = None) -> list[int]:
+        """Token ids of a conversation; RequestError if it cannot be rendered or fit."""
 
     def token_text(self, token_id: int) -> str:
         """The text of one token by itself; U+FFFD where it holds part of a character."""
@@ -145,6 +153,12 @@ class Service(Protocol):
 
     def generate(self, generation: Generation) -> AsyncIterator[Output]:
         """The request's outputs as they come; the last one has a finish_reason."""
+
+    def check_grammar(self, grammar: str) -> None:
+        """Compile the grammar of an answer; RequestError where it is none. Blocks: from a thread of its own."""
+
+    def special_token(self, text: str) -> int | None:
+        """The id of the special token that is written so, None where that is plain text."""
 
     def abort(self, rid: str) -> None:
         """Stop the request soon, if it still runs; its iterator then ends with finish_reason abort."""

@@ -50,7 +50,9 @@ def read_trace(path: Path, limit: int | None = None, fleet: Fleet = EVERY_SESSIO
     calls = list(file._replace(lines=iter(taken)).read(read))
     if any("delay" in record for _, record in taken):
         calls.sort(key=lambda call: call.time_s)  # the file has one session after another
-    return Trace(file.name, file.source, block_tokens, tuple(calls))
+    size = file.heading.get("bytes_per_token")
+    own = size if isinstance(size, int) and size > 0 else None
+    return Trace(file.name, file.source, block_tokens, tuple(calls), bytes_per_token=own)
 
 
 def _reader(path: Path, first: Record) -> tuple[int, Callable[[Record], TraceRequest]]:

@@ -29,12 +29,14 @@ Read = TypeVar("Read")
 
 
 class Records(NamedTuple):
-    """The records of one text file. source: sha256 of its unpacked text. lines: numbers, records."""
+    """The records of one text file. source: sha256 of its unpacked text. lines: numbers, records. heading: what
+    a recording says of itself, as far as it was read."""
 
     path: Path
     source: str
     first: Record
     lines: Iterator[tuple[int, Record]]
+    heading: Record
 
     @property
     def name(self) -> str:
@@ -60,14 +62,17 @@ def open_records(path: Path) -> Records:
     if head.lstrip().startswith("["):
         raise ConfigError(f"{path}:1: is a JSON array, expected an object a line; jq -c '.[]' makes it so")
     lines.seek(0)
+    heading: dict[str, Any] = {}
     if head.strip() == "{":
         records = _one_object(path, lines)
     else:
-        records = _json_lines(path, lines) if head.lstrip().startswith("{") else _csv_lines(path, lines)
+        records = (
+            _json_lines(path, lines, heading) if head.lstrip().startswith("{") else _csv_lines(path, lines)
+        )
     first = next(records, None)
     if first is None:
         raise ConfigError(f"{path}: no requests")
-    return Records(path, source, first[1], chain([first], records))
+    return Records(path, source, first[1], chain([first], records), heading)
 
 
 def _contents(path: Path) -> bytes:
@@ -114,7 +119,7 @@ def _zstandard(path: Path) -> bytes:
     return data
 
 
-def _json_lines(path: Path, lines: io.StringIO) -> Iterator[tuple[int, Record]]:
+def _json_lines(path: Path, lines: io.StringIO, heading: dict[str, Any]) -> Iterator[tuple[int, Record]]:
     is_recorded = False
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -129,6 +134,7 @@ def _json_lines(path: Path, lines: io.StringIO) -> Iterator[tuple[int, Record]]:
             raise ConfigError(f"{path}:{number}: not an object")
         if "hiradix_trace" in record:  # the heading of a recorded file
             is_recorded = True
+            heading |= record
         else:
             yield number, record
 

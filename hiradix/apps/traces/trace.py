@@ -29,13 +29,17 @@ class TraceRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """name: for tables. source: sha256 of the file, or the generator and its seed. is_synthetic: invented."""
+    """name: for tables. source: sha256 of the file, or the generator and its seed. is_synthetic: invented.
+
+    bytes_per_token: of KV of the model that was served, where the recording says it.
+    """
 
     name: str
     source: str
     block_tokens: int
     calls: tuple[TraceRequest, ...]
     is_synthetic: bool = False
+    bytes_per_token: int | None = None
 
     @property
     def prompt_tokens(self) -> int:

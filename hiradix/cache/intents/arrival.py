@@ -8,7 +8,7 @@ from typing import Final
 from hiradix.cache.intents.planner import Planner
 from hiradix.cache.reserved_room import on_device_only
 from hiradix.transfer import JobKind, Ticket
-from hiradix.tree import DEVICE, Node, RadixKey, Tier
+from hiradix.tree import DEVICE, HOST, Node, RadixKey, Tier
 
 MAX_ORDERS: Final = 3  # of copies for one prefix, as one may fail or find less room than there was
 
@@ -85,14 +85,10 @@ class Arrival:
     def _order(self, node: Node) -> bool:
         """Have what the tier lacks of the path to `node` copied. False: there is nothing, or it cannot be."""
         planner, kind = self._planner, JobKind.LOAD if self._tier is DEVICE else JobKind.WRITE
-        if self._tier is DEVICE:
-            is_ordered = planner.load(node)
-            self.reason = (
-                "" if is_ordered else "the device has no room for all of it, or computing it is faster"
-            )
-        else:
-            is_ordered = planner.copy_down(node)
-            self.reason = "" if is_ordered else "the host has no room for all of it"
+        if self._tier is DEVICE and not planner.load(node):
+            self.reason = "the device has no room for all of it, or computing it is faster"
+        elif self._tier is HOST and not planner.copy_down(node):
+            self.reason = "the host has no room for all of it"
         self._awaited = set(planner.in_flight.tickets(kind))
         return bool(self._awaited)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Final
 
 from hiradix.cache.intents.bringing import Copying, Persisting, Warming
@@ -27,6 +26,7 @@ from hiradix.intents import (
     BadIntent,
     Intent,
     IntentState,
+    IntentStats,
     Receipt,
     Selector,
     SelectorKind,
@@ -37,23 +37,6 @@ from hiradix.intents.limits import IntentLimits
 from hiradix.tree import BACKBONE, DEVICE, HOST, Node, RadixKey
 
 MAX_WARMED: Final = 64  # wishes that have ended and whose pages' uses are counted
-
-
-@dataclass(frozen=True)
-class IntentStats:
-    """Figures of wishes, for metrics. Tokens of full attention.
-
-    ended: wishes by verb and how they ended, since start. held_tokens, cap_tokens: of leases, by tier.
-    """
-
-    num_open: int = 0
-    num_leases: int = 0
-    num_sessions: int = 0
-    ended: dict[tuple[str, str], int] = field(default_factory=dict)
-    held_tokens: dict[str, int] = field(default_factory=dict)
-    cap_tokens: dict[str, int] = field(default_factory=dict)
-    forgotten_tokens: dict[str, int] = field(default_factory=dict)
-    saved_tokens: int = 0
 
 
 class Intents:
@@ -136,13 +119,16 @@ class Intents:
     # -- at each turn -------------------------------------------------------------------
 
     @property
-    def is_active(self) -> bool:
-        """Whether a tick has anything to do."""
-        return bool(self._open or self._renewals)
+    def is_due(self) -> bool:
+        """Whether a tick has anything to do. O(wishes that have not ended)."""
+        is_held = IntentState.HELD
+        return bool(self._renewals) or any(
+            job.state is not is_held or job.is_over for job in self._open.values()
+        )
 
     def tick(self) -> None:
         """Apply new wishes in their order, and go a step on with the others. Next to nothing without any."""
-        if self._is_applying or not self.is_active:
+        if self._is_applying or not (self._open or self._renewals):
             return
         self._is_applying = True
         try:
@@ -211,11 +197,13 @@ class Intents:
         """Device pages that leases alone keep, and give if nothing else can go."""
         return self.book.yieldable(component) if self.book.leases else 0
 
-    def reset(self) -> None:
-        """The tree was emptied: leases have ended, and nothing is left to be forgotten of it."""
+    def reset(self, is_empty: bool = True) -> None:
+        """The tree was emptied, or with `is_empty` False is about to be: leases have ended, and nothing is left
+        to be forgotten of it."""
         for job in list(self._open.values()):
             if isinstance(job, Lease):
-                job.forget_locks()
+                if is_empty:
+                    job.forget_locks()
                 job.end(IntentState.CANCELLED, "the cache was reset")
             elif isinstance(job, Forgetting):
                 job.reset()
@@ -372,10 +360,8 @@ class Intents:
         """Assert that leases keep to their budgets. O(held nodes)."""
         self.book.check()
         for job in self._jobs.values():
-            if job.is_open != (job.id in self._open):
-                raise Misuse(
-                    f"wish {job.id} is {job.state.value}, and among the open ones: {job.id in self._open}"
-                )
+            if job.is_open and job.id not in self._open:
+                raise Misuse(f"wish {job.id} is {job.state.value}, and nobody carries it out")
 
 
 def _is_same(one: Selector, other: Selector, page_size: int) -> bool:

@@ -17,7 +17,7 @@ import ipaddress
 import json
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -34,7 +34,6 @@ from hiradix.storage.kit.options import parse_size
 from hiradix.storage.registry import load_storage_backend, storage_backend_names
 
 ATTACHABLE, ALLOW = "--attachable", "--attach-allow"
-ATTACHABLE_ENV, ALLOW_ENV = "HIRADIX_ATTACHABLE", "HIRADIX_ATTACH_ALLOW"
 BACKEND = "hicache_storage_backend"
 EXTRA = "hicache_storage_backend_extra_config_json"
 DEFAULT = "default"
@@ -157,21 +156,6 @@ def default_of(backend: str | None, extra: ExtraConfig) -> dict[str, Prepared]:
     in_opening = ("backend", "hicache_storage_required", "storage_identity")
     own = {key: value for key, value in vars(extra).items() if key not in in_opening}
     return {DEFAULT: Prepared(backend, MappingProxyType({**own, **extra.opening}))}
-
-
-def rules_from(environment: Mapping[str, str], backend: str | None, extra: ExtraConfig) -> AttachRules:
-    """The rules of an engine whose flags are not ours: HIRADIX_ATTACHABLE is an object of configurations by
-    name (or @path to a file with one), HIRADIX_ATTACH_ALLOW has rules with `;` between. Raises ConfigError.
-
-    backend, extra: what is attached at start.
-    """
-    prepared = {
-        name: parse_prepared(ATTACHABLE_ENV, name, value)
-        for name, value in load_mapping(ATTACHABLE_ENV, environment.get(ATTACHABLE_ENV)).items()
-    }
-    texts = [text.strip() for text in environment.get(ALLOW_ENV, "").split(";") if text.strip()]
-    rules = tuple(parse_rule(text, ALLOW_ENV) for text in texts)
-    return AttachRules({**default_of(backend, extra), **prepared}, rules)
 
 
 @dataclass(frozen=True)
@@ -478,3 +462,18 @@ def _secrets(values: Any, key: str = "") -> Collection[str]:
 def _shown(key: str) -> str:
     """A key of a request, where it can be one."""
     return key if re.fullmatch(r"[A-Za-z0-9_.\-]{1,64}", key) else "a key"
+
+
+def rules_of(
+    prepared: Mapping[str, Any],
+    allowed: Sequence[str],
+    where: Callable[[str], str],
+    start: Mapping[str, Prepared] | None = None,
+) -> AttachRules:
+    """The rules of the settings `attachable` and `attach_allow`. Raises ConfigError.
+
+    where: how an error names either. start: what is attached at the start, under its name.
+    """
+    own = {name: parse_prepared(where("attachable"), name, value) for name, value in prepared.items()}
+    rules = tuple(parse_rule(text, where("attach_allow")) for text in allowed)
+    return AttachRules({**(start or {}), **own}, rules)

@@ -79,11 +79,11 @@ def _row(one: Setting) -> str:
     text = one.text
     if one.name in SECRET_KEYS:
         text += f"; or `{one.name}_env`, the name of an environment variable"
-    cells = (f"`{one.name}`", shown_values(one), shown_default(one), _shown_over_http(one), text)
+    cells = (f"`{one.name}`", shown_values(one), shown_default(one), shown_over_http(one), text)
     return "| " + " | ".join(cells) + " |"
 
 
-def _shown_over_http(one: Setting) -> str:
+def shown_over_http(one: Setting) -> str:
     if one.over_http is None:
         return "never"
     if one.type in (Type.FOLDER, Type.FILE, Type.ADDRESS, Type.STORE):

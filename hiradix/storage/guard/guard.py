@@ -40,7 +40,7 @@ from hiradix.storage.guard.calls import (
 )
 from hiradix.storage.guard.direct import DIRECT_PIECE_BYTES, DirectCalls
 from hiradix.storage.guard.staged import Staged, Work
-from hiradix.storage.guard.stores import PageStore
+from hiradix.storage.guard.stores import StoragePart
 from hiradix.storage.kit.call_threads import (
     CallThreadPool,
     CallTimeout,
@@ -130,7 +130,7 @@ class GuardLimits:
     )
 
 
-class GuardedStorage(PageStore):
+class GuardedStorage(StoragePart):
     """A backend that cannot hurt its caller. Keys are page hashes in hex; thread-safe. Owns the backend.
 
     Keys that are no `Batch` are taken for one use of a chain of which nothing else is known.
@@ -147,7 +147,7 @@ class GuardedStorage(PageStore):
     ):
         self.name = name or type(backend).__name__
         self.limits = limits = limits or GuardLimits()
-        self.backend = backend
+        self._backend = backend
         self._clock = clock
         self._traits = getattr(backend, "traits", Traits())
         self._ping = getattr(backend, "ping", _nothing)
@@ -179,6 +179,15 @@ class GuardedStorage(PageStore):
         return other
 
     @property
+    def backend(self) -> StorageBackend:
+        """What is guarded. Another one in its place must hold the same pages and have the same traits."""
+        return self._backend
+
+    @backend.setter
+    def backend(self, backend: StorageBackend) -> None:
+        self._backend = backend
+
+    @property
     def is_joined(self) -> bool:
         """True: a guard has its backend. See `joining` for stores that are not there yet."""
         return True
@@ -186,7 +195,7 @@ class GuardedStorage(PageStore):
     def when_joined(self, call: Callable[[Any], None]) -> None:
         """`call` with this store, now; later with each store within it that is joined then."""
         call(self)
-        getattr(self.backend, "when_joined", _nothing)(call)
+        getattr(self._backend, "when_joined", _nothing)(call)
 
     # -- pages --------------------------------------------------------------------------
 
@@ -200,7 +209,7 @@ class GuardedStorage(PageStore):
 
         def ask(session: Session) -> None:
             nonlocal found
-            work = partial(self.backend.exists, self._named(batch))
+            work = partial(self._backend.exists, self._named(batch))
             found = checked_count(session.run(work), len(batch))
 
         if reads.may_pass:
@@ -234,12 +243,12 @@ class GuardedStorage(PageStore):
     @property
     def reads_in_part(self) -> bool:
         """Whether some of the stores within can be read now, and others cannot."""
-        return bool(getattr(self.backend, "reads_in_part", False))
+        return bool(getattr(self._backend, "reads_in_part", False))
 
     @property
     def troubles(self) -> Troubles:
         """Of lookups and reads, here and in stores within."""
-        within: Troubles = getattr(self.backend, "troubles", NO_TROUBLES)
+        within: Troubles = getattr(self._backend, "troubles", NO_TROUBLES)
         lookups, reads = self.breakers.of(Op.EXISTS), self.breakers.of(Op.GET)
         changes = lookups.num_changes + reads.num_changes
         return within.and_those(Troubles(changes, lookups.num_failed, reads.num_failed))
@@ -257,7 +266,7 @@ class GuardedStorage(PageStore):
     @property
     def is_read_only(self) -> bool:
         """Whether the store takes no pages, as its folder cannot be written."""
-        return bool(getattr(self.backend, "read_only", False))
+        return bool(getattr(self._backend, "read_only", False))
 
     def refuse(self, num_pages: int) -> list[bool]:
         """The answer to a put of so many pages in a store that is read-only, without asking it."""
@@ -267,7 +276,7 @@ class GuardedStorage(PageStore):
     def delete(self, keys: Sequence[str]) -> bool:
         """Forget keys; False when the backend failed, or did not answer within the deadline."""
         keys = Batch.of(keys)
-        work = partial(self.backend.delete, self._named(keys))
+        work = partial(self._backend.delete, self._named(keys))
         num_bytes = int(DELETE_KEY_S * len(keys) * self.limits.bytes_per_s)
         reason, duration_s = self._call(Op.DELETE, keys, num_bytes, lambda session: session.run(work))
         missed = () if reason is None else ((reason, len(keys)),)
@@ -298,7 +307,7 @@ class GuardedStorage(PageStore):
 
     def clear(self) -> bool:
         """Forget all pages of this fingerprint; False when the backend failed or did not answer in time."""
-        return self._admin("clear", self.backend.clear)
+        return self._admin("clear", self._backend.clear)
 
     def ping(self) -> bool:
         """Whether the store can be reached now."""
@@ -318,7 +327,7 @@ class GuardedStorage(PageStore):
         """
         if not self._closed:
             self._closed = True
-            self._admin("close", self.backend.close, timeout_s, extra=True)
+            self._admin("close", self._backend.close, timeout_s, extra=True)
             if self._ends_threads:
                 self._threads.close()
 
@@ -503,7 +512,7 @@ class GuardedStorage(PageStore):
         thread = session.thread
         before, thread.kind = thread.kind, Op.DELETE
         try:
-            session.run(partial(self.backend.delete, names))
+            session.run(partial(self._backend.delete, names))
         except CallTimeout as error:
             self._record(Op.DELETE, breaker.record(admission, False), str(error))
             raise OtherKind(f"a deletion before it: {error}") from error
@@ -523,7 +532,7 @@ class GuardedStorage(PageStore):
             self._meters.count("stats_failed")
 
     def _work(self, op: Op, moved: PageMove) -> Work:
-        call, names = getattr(self.backend, op.value), moved.names
+        call, names = getattr(self._backend, op.value), moved.names
 
         def work(chunk: range, pages: Sequence[Page]) -> Callable[[], object]:
             return partial(call, names[chunk.start : chunk.stop], pages)

@@ -22,9 +22,8 @@ from hiradix.errors import ConfigError, Unreachable, described
 from hiradix.settings import MAX_TIMEOUT_S, OPEN, Type, setting
 from hiradix.storage.guard.breaker import NO_TROUBLES, BreakerState, Troubles, breaker_figures
 from hiradix.storage.guard.calls import FlagsWithReason
-from hiradix.storage.guard.guard import GuardedStorage
 from hiradix.storage.guard.not_joined import NotJoined
-from hiradix.storage.guard.stores import PageStore, Stores, WhenJoined
+from hiradix.storage.guard.stores import StoragePart, Stores, WhenJoined
 from hiradix.storage.kit.call_threads import ABANDONED
 from hiradix.storage.kit.meters import Histogram, Meters, MissReason, Op
 from hiradix.storage.protocol import Page, StorageBackend, Traits
@@ -265,7 +264,7 @@ class Joiner:
             logger.exception("storage %s: what was to be done when it is joined failed", self._name)
 
 
-class JoiningStorage(PageStore):
+class JoiningStorage(StoragePart):
     """One component's part of a store that is joined later; as a `GuardedStorage` from then on.
 
     Until then every page is a miss, for the reason `not_joined`, and no call waits.
@@ -428,7 +427,3 @@ class JoiningStorage(PageStore):
         for name, value in missed.items():
             found[name] = found.get(name, 0) + value
         return {**found, **self._joiner.figures()}
-
-
-StoragePart = GuardedStorage | JoiningStorage
-"""The guarded store of one component, as its owner has it."""

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hiradix.storage.guard.breaker import BreakerState, Troubles
+from hiradix.storage.kit.meters import Histogram, Op
 from hiradix.storage.protocol import Page, StorageBackend
-
-if TYPE_CHECKING:
-    from hiradix.storage.guard.joining import StoragePart
 
 WhenJoined = Callable[[Any], None]
 """Called with the joined `Stores` before they serve; on the thread that joined them."""
@@ -76,6 +74,74 @@ class PageStore(ABC):
     @abstractmethod
     def stats(self) -> Mapping[str, float]:
         """Figures by name."""
+
+
+class StoragePart(PageStore):
+    """The guarded store of one component as its owner has it, who also deletes, clears and closes. Joined, or
+    not there yet."""
+
+    @property
+    @abstractmethod
+    def backend(self) -> StorageBackend:
+        """What is guarded; where it is not there yet, one that raises StorageError."""
+
+    @property
+    @abstractmethod
+    def is_joined(self) -> bool:
+        """Whether it serves."""
+
+    @abstractmethod
+    def when_joined(self, call: WhenJoined) -> None:
+        """`call` with the whole store: before it serves, or at once where it does."""
+
+    @property
+    @abstractmethod
+    def state(self) -> BreakerState:
+        """The worst state of its breakers; open where it is not there yet."""
+
+    @property
+    @abstractmethod
+    def may_read(self) -> bool:
+        """Whether a read would be let through now."""
+
+    @property
+    @abstractmethod
+    def reads_in_part(self) -> bool:
+        """Whether some of the stores within can be read now, and others cannot."""
+
+    @property
+    @abstractmethod
+    def frees_deleted(self) -> bool:
+        """Whether a deleted page's bytes are given back."""
+
+    @property
+    @abstractmethod
+    def is_read_only(self) -> bool:
+        """Whether it takes no pages."""
+
+    @abstractmethod
+    def refuse(self, num_pages: int) -> list[bool]:
+        """The answer to a put of so many pages where it is read-only, without asking it."""
+
+    @abstractmethod
+    def delete(self, keys: Sequence[str]) -> bool:
+        """Forget keys; False where that failed."""
+
+    @abstractmethod
+    def clear(self) -> bool:
+        """Forget all pages of its fingerprint; False where that failed."""
+
+    @abstractmethod
+    def ping(self) -> bool:
+        """Whether it can be reached now."""
+
+    @abstractmethod
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Close it, waiting at most `timeout_s`. Idempotent."""
+
+    @abstractmethod
+    def histograms(self) -> Mapping[Op, Histogram]:
+        """Durations of calls that reached the backend."""
 
 
 class Stores:

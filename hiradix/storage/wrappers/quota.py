@@ -38,6 +38,7 @@ MOMENT_NS = 1_000_000_000
 """A call that goes on in a chain so soon after another ended there is one use with it: jobs come in batches."""
 MAX_ENDS = 1 << 10
 """Calls whose ends are remembered for that."""
+_FORGOTTEN_BYTES = 1 << 30  # of a tenant's pages that are deleted together
 _ROUNDS = 4  # of making room; more than one only where other processes take it
 _KINDS = ("salt:", "key:", "tenant:")
 
@@ -198,6 +199,18 @@ class QuotaStorage(Wrapper):
             self._take_out(keys)
         else:
             self.inner.delete(keys)
+
+    def forget_tenant(self, tenant: str) -> int | None:
+        """Of a tenant whose pages the account counts: one with a limit."""
+        if self._limit(tenant) is None or not self._deletes:
+            return super().forget_tenant(tenant)
+        name, num_pages = account_name(tenant), 0
+        while keys := self._account.coldest(name, _FORGOTTEN_BYTES, ()):
+            self.inner.delete(keys)
+            self._account.gone(keys)
+            num_pages += len(keys)
+        self._look()
+        return num_pages
 
     def clear(self) -> None:
         self._account.leave_all()

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from hiradix.errors import ConfigError, StorageError, Unreachable
 from hiradix.storage.backends.disk.bad_slots import FAILURES, LASTING, BadSlots
+from hiradix.storage.backends.disk.chains import behind
 from hiradix.storage.backends.disk.config import PATH_KEY, DiskConfig, slot_bytes
 from hiradix.storage.backends.disk.entry import IndexEntry
 from hiradix.storage.backends.disk.log import WrongFolder
@@ -214,6 +215,18 @@ class DiskBackend(StorageBackend):
         with self._store.locked(ADMIN_TIMEOUT_S), self._store.mutex:
             pages = self._store.shelf.pages
             self._store.free([pages[name] for name in dict.fromkeys(names) if name in pages])
+
+    def forget_behind(self, batch: Batch) -> int:
+        self._check_open()
+        with self._store.locked(ADMIN_TIMEOUT_S), self._store.mutex:
+            found = behind(self._store.shelf.pages, {name_of(key) for key in batch})
+            self._store.free(found)
+        return len(found)
+
+    def scrub(self) -> None:
+        self._check_open()
+        with self._store.locked(ADMIN_TIMEOUT_S), self._store.mutex:
+            self._store.scrub()
 
     def clear(self) -> None:
         self._check_open()

@@ -70,6 +70,22 @@ class Waiting:
         return found
 
 
+def behind(pages: Mapping[Name, IndexEntry], names: Collection[Name]) -> list[IndexEntry]:
+    """The pages that continue one of these in a chain, as far as is known what is in front of them. O(pages)."""
+    after: dict[Name, list[Name]] = {}
+    for name, page in pages.items():
+        if page.front is not None:
+            after.setdefault(page.front, []).append(name)
+    found: dict[Name, IndexEntry] = {}
+    waiting = list(names)
+    while waiting:
+        for name in after.get(waiting.pop(), ()):
+            if name not in found:
+                found[name] = pages[name]
+                waiting.append(name)
+    return [page for name, page in found.items() if name not in names]
+
+
 def link(pages: Mapping[Name, IndexEntry], waiting: Waiting, label: Name, front: Name) -> None:
     """A page is used, and `front` is in front of it. What was known before is kept."""
     page = pages.get(label)

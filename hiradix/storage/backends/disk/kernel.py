@@ -7,6 +7,7 @@ that computes costs up to its whole switch interval (5 ms). `_slow` calls let go
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import sys
 
@@ -21,6 +22,8 @@ _quick.lseek.argtypes = (ctypes.c_int, ctypes.c_longlong, ctypes.c_int)
 
 # Numbers of the table that all architectures share from 424 on.
 _IO_URING_SETUP, _IO_URING_ENTER, _CACHESTAT = 425, 426, 451
+_KEEP_SIZE, _ZERO_RANGE = 0x01, 0x10  # of fallocate
+_ZEROS_BYTES = 1 << 20
 _OS_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 _counts = ctypes.c_uint64 * 5
@@ -38,6 +41,23 @@ def file_size(fd: int) -> int:
     if size < 0:
         raise _error()
     return int(size)
+
+
+def clear_range(fd: int, offset: int, num_bytes: int) -> None:
+    """Have a range of a file read as zeros, whatever was there; its blocks stay the file's. What reads as zeros
+    without having been written costs nothing. Raises OSError."""
+    try:
+        if os.lseek(fd, offset, os.SEEK_DATA) >= offset + num_bytes:
+            return
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # no data from there on
+            return
+    whole = ctypes.c_int64(offset), ctypes.c_int64(num_bytes)
+    if _slow.fallocate(ctypes.c_int(fd), ctypes.c_int(_ZERO_RANGE | _KEEP_SIZE), *whole) == 0:
+        return
+    zeros = bytes(min(num_bytes, _ZEROS_BYTES))
+    for at in range(offset, offset + num_bytes, len(zeros)):
+        os.pwrite(fd, zeros[: offset + num_bytes - at], at)
 
 
 def has_cachestat(fd: int) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from hiradix.errors import StorageError
+from hiradix.storage.backends.disk import kernel
 from hiradix.storage.backends.disk.config import OVERHEAD_BYTES, SLOT_OVERHEAD_BYTES, DiskConfig
 from hiradix.storage.backends.disk.entry import IndexEntry
 from hiradix.storage.backends.disk.index import RETIRED_SHARE, Index, Shelf, follows_record
@@ -189,6 +190,18 @@ class DiskStore:
         alive = [e for e in entries if e.place not in current or e.is_same(current[e.place])]
         self._log.append([Record(Kind.FREE, *entry.place) for entry in alive])
 
+    def scrub(self) -> None:
+        """Overwrite all slots of our size that have no page, and have the log name none that is gone. Locked."""
+        touched: dict[int, SegmentFile] = {}
+        for number, first, count in _runs(self.shelf.free):
+            segment = self.segment(number)
+            if segment is not None:
+                touched[number] = segment
+                kernel.clear_range(segment.fd, first * self.slot_size, count * self.slot_size)
+        self.sync_segments(touched.values())
+        self._log.rewrite()
+        self._log.sync()
+
     def retire(self, places: Collection[Place]) -> None:
         """Slots that cannot be read or written lose their pages, and no page comes there. Locked."""
         room = max(1, self.index.num_slots // RETIRED_SHARE) - len(self.index.retired)
@@ -326,6 +339,21 @@ class DiskStore:
         for number in numbers:
             self._segments.remove(number)
         self.counts["evicted"] += before - len(self.index.by_place)
+
+
+def _runs(places: Collection[Place]) -> Iterator[tuple[int, int, int]]:
+    """Slots that follow each other in a segment: (segment, first, how many)."""
+    first: Place | None = None
+    count = 0
+    for place in sorted(places):
+        if first is not None and place == (first[0], first[1] + count):
+            count += 1
+            continue
+        if first is not None:
+            yield *first, count
+        first, count = place, 1
+    if first is not None:
+        yield *first, count
 
 
 class PageRecord:

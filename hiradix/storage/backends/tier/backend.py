@@ -17,8 +17,7 @@ from hiradix.storage.backends.tier.promotions import Promotions
 from hiradix.storage.batch import Batch
 from hiradix.storage.guard.breaker import Troubles
 from hiradix.storage.guard.calls import as_answered
-from hiradix.storage.guard.joining import StoragePart
-from hiradix.storage.guard.stores import WhenJoined
+from hiradix.storage.guard.stores import StoragePart, WhenJoined
 from hiradix.storage.kit.options import CHECKSUM, flag, read_keys
 from hiradix.storage.opening import open_storage
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_keys
@@ -117,6 +116,27 @@ class TierBackend(StorageBackend):
         self._check(keys)
         with self._promotions.deleting(keys):
             self._both("delete", lambda store: store.delete(keys))
+
+    def forget_tenant(self, tenant: str) -> int | None:
+        """None where one of the two cannot tell; the other's are gone then."""
+        self._check(())
+        with self._promotions.deleting(None):
+            return self._most(lambda store: store.forget_tenant(tenant))
+
+    def forget_behind(self, batch: Batch) -> int | None:
+        """None where one of the two cannot tell; what continues these in the other is gone then."""
+        self._check(batch)
+        with self._promotions.deleting(None):
+            return self._most(lambda store: store.forget_behind(batch))
+
+    def scrub(self) -> None:
+        self._check(())
+        self._both("scrub", lambda store: store.scrub())
+
+    def _most(self, forget: Callable[[StoragePart], int | None]) -> int | None:
+        """The larger of two counts, as most pages are in both; None where one is not known."""
+        counts = [forget(store) for store in (self.upper, self.lower)]
+        return None if None in counts else max(count or 0 for count in counts)
 
     def clear(self) -> None:
         self._check(())

@@ -1,4 +1,4 @@
-"""Control while vLLM serves: which storage is attached, in the words of `hiradix serve`'s admin endpoint.
+"""Control while an engine serves: which storage is attached, and wishes, in the words of `hiradix serve`.
 
     GET     /hicache/storage-backend    what is attached or asked for, and figures
     PUT     the same                    attach: {"hicache_storage_backend": NAME,
@@ -6,11 +6,13 @@
                                                  "hicache_storage_prefetch_policy": NAME}
                                         or, of a prepared configuration, {"name": NAME}
     DELETE  the same                    detach
+    ...     /hicache/intents, /hicache/prefix/VERB, /hicache/tenants
+                                        wishes: see `hiradix.intents.http`; with a key only
 
-vLLM has no place for endpoints of a connector, so this is a listener of its own in the scheduler's process,
-on loopback, if `admin_port` is set. What is asked is taken up with vLLM's next step: the answer is 202.
-What may be attached is what `attachable` and `attach_allow` say, and what was attached at start, as
-`default`.
+Engines have no place for endpoints of a cache, so this is a listener of its own in the scheduler's process,
+on loopback, if a port is set. An attach is taken up with vLLM's next step: the answer is 202. What may be
+attached is what `attachable` and `attach_allow` say, and what was attached at start, as `default`. SGLang has
+endpoints of its own for that.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from typing import Any
 from hiradix.browsers import allowed
 from hiradix.config import PREFETCH_POLICIES, ExtraConfig, parse_extra_config
 from hiradix.errors import ConfigError
-from hiradix.settings import redact, require_choice
+from hiradix.intents.http import IntentApi
+from hiradix.settings import MAX_PORT, redact, require_choice
 from hiradix.storage.attach.rules import AttachRefused, AttachRules
 from hiradix.storage.registry import load_storage_backend
 
@@ -38,6 +41,8 @@ REFUSED_EVERY_S = 10.0
 PAGES = allowed("127.0.0.1", None, None)
 """Whose web pages may ask where there is no key: nobody's."""
 
+PORT_ENV = "HIRADIX_ADMIN_PORT"
+"""Where an engine's command line has no place for a port."""
 PATH = "/hicache/storage-backend"
 NAME, KEYS = "hicache_storage_backend", "hicache_storage_backend_extra_config_json"
 POLICY, PREPARED = "hicache_storage_prefetch_policy", "name"
@@ -46,16 +51,18 @@ MAX_BODY_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class AdminCalls:
-    """The endpoint's two actions, which may be called on any thread.
+    """What the endpoints do: all may be called on any thread.
 
     ask: attach the named backend with its keys, prefetching by the named policy or as before; detach where
-    the name is None. show: for GET. rules: what may be attached.
+    the name is None. show: for GET. Both None where an engine has endpoints of its own for storage. rules: what
+    may be attached. intents: what wishes are asked of; None: no wishes here.
     """
 
-    ask: Callable[[str | None, ExtraConfig, str | None], None]
-    show: Callable[[], Mapping[str, Any]]
+    ask: Callable[[str | None, ExtraConfig, str | None], None] | None = None
+    show: Callable[[], Mapping[str, Any]] | None = None
     api_key: str | None = field(default=None, repr=False)
     rules: AttachRules = field(default_factory=AttachRules)
+    intents: IntentApi | None = None
 
 
 class _Sparing:
@@ -90,11 +97,28 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 10.0
 
     def do_GET(self) -> None:
+        if not self._may():
+            return
+        if self._is_wish():
+            self._wish()
+        elif (show := self.server.calls.show) is not None:
+            self._answer(200, redact(show()))
+
+    def do_POST(self) -> None:
         if self._may():
-            self._answer(200, redact(self.server.calls.show()))
+            if self._is_wish():
+                self._wish()
+            else:
+                self._answer(405, {"message": f"{PATH}: GET, PUT or DELETE"})
 
     def do_PUT(self) -> None:
         if not self._may():
+            return
+        if self._is_wish():
+            self._wish()
+            return
+        ask = self.server.calls.ask
+        if ask is None:
             return
         try:
             asked = _parsed(self.rfile.read(self._length()), self.server.calls.rules)
@@ -102,19 +126,52 @@ class _Handler(BaseHTTPRequestHandler):
             self._log("attach of storage", f"refused: {error}")
             self._answer(400, {"message": str(error)})
             return
-        self.server.calls.ask(*asked)
+        ask(*asked)
         self._log(f"attach of storage {asked[0]}", "asked")
         self._answer(202, {"message": f"{asked[0]} is attached with the next step"})
 
     def do_DELETE(self) -> None:
-        if self._may():
-            self.server.calls.ask(None, ExtraConfig(), None)
+        if not self._may():
+            return
+        if self._is_wish():
+            self._wish()
+        elif (ask := self.server.calls.ask) is not None:
+            ask(None, ExtraConfig(), None)
             self._log("detach of storage", "asked")
             self._answer(202, {"message": "storage is detached with the next step"})
 
+    @property
+    def _place(self) -> str:
+        return self.path.partition("?")[0]
+
+    def _is_wish(self) -> bool:
+        return self.server.calls.intents is not None and IntentApi.has(self._place)
+
+    def _wish(self) -> None:
+        """Answer a wish. Whoever has the key is the operator."""
+        wishes = self.server.calls.intents
+        if wishes is None:
+            return
+        given = self.rfile.read(self._length())
+        answer = wishes.answer(self.command, self._place, given)
+        if self.command != "GET":
+            state = answer.body.get("state", "refused")
+            self._log(f"{self.command} {self._place}"[:200], f"{answer.status}: {state}")
+        self._answer(answer.status, answer.body)
+
     def _may(self) -> bool:
-        if self.path.partition("?")[0] != PATH:
-            self._answer(404, {"message": f"there is only {PATH}"})
+        has_storage = self.server.calls.ask is not None and self._place == PATH
+        if not (has_storage or self._is_wish()):
+            there = [PATH] * (self.server.calls.ask is not None)
+            there += ["/hicache/intents, /hicache/prefix/VERB, /hicache/tenants"] * (
+                self.server.calls.intents is not None
+            )
+            self._answer(404, {"message": f"there is only {', '.join(there)}"})
+            return False
+        if self._is_wish() and self.server.calls.api_key is None:
+            self._answer(
+                403, {"message": "admin_api_key: wishes need one, and this server was started without"}
+            )
             return False
         given = self.headers.get("Authorization", "").encode("latin-1")  # the bytes that came
         if self.server.calls.api_key is not None and not hmac.compare_digest(
@@ -166,12 +223,22 @@ class AdminServer:
         except OSError as error:
             raise ConfigError(f"admin_port {port}: {error}") from error
         self.port: int = self._server.server_address[1]
-        threading.Thread(target=self._server.serve_forever, name="hiradix-vllm-admin", daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, name="hiradix-admin", daemon=True).start()
         logger.info("hiradix: admin endpoint on 127.0.0.1:%d", self.port)
 
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
+
+
+def port_of_environment(environment: Mapping[str, str]) -> int | None:
+    """The port that PORT_ENV says, 0 for a free one; None without it. ConfigError: it is none."""
+    text = environment.get(PORT_ENV)
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit() and int(text) <= MAX_PORT):
+        raise ConfigError(f"{PORT_ENV}: expected a port, got {text!r:.40}")
+    return int(text)
 
 
 def _parsed(body: bytes, rules: AttachRules) -> tuple[str, ExtraConfig, str | None]:

@@ -1,0 +1,37 @@
+"""What SGLang has no flag for: said by a variable, or in the file of HIRADIX_CONFIG."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hiradix.config import ExtraConfig, HiCacheConfig
+from hiradix.settings import Setting, Type, setting_of, settings_of
+from hiradix.sources import Resolved, resolve
+
+EXTRA = "hicache_storage_backend_extra_config"
+_NOT_SGLANGS = ("hicache_no_regret", "hicache_storage_identity")
+ATTACHABLE = Setting("attachable", Type.STORES, {}, "configurations that requests attach by name")
+ATTACH_ALLOW = Setting(
+    "attach_allow", Type.LIST, (), "rules of what else it may attach, as of `--attach-allow`"
+)
+OWN = (*(setting_of(HiCacheConfig, name) for name in _NOT_SGLANGS), ATTACHABLE, ATTACH_ALLOW)
+_ITS_FLAGS = {one.name for one in settings_of(HiCacheConfig)} - set(_NOT_SGLANGS)
+_IN_EXTRA = {one.name for one in settings_of(ExtraConfig)}
+
+
+def place_of(one: Setting) -> str:
+    """Where a setting is said inside SGLang; "" where it is none of SGLang's."""
+    if one.name in _ITS_FLAGS:
+        return f"its own {one.flag}"
+    own = next((own for own in OWN if own.name == one.name), None)
+    if own is None:
+        return ""
+    inside = f", {EXTRA}: {one.name}" if one.name in _IN_EXTRA else ""
+    return f"{own.variable}{inside}"
+
+
+def own_settings(environment: Mapping[str, str]) -> Resolved:
+    """Ours beside SGLang's flags. Raises ConfigError that names a variable or a line of the file."""
+    found = resolve(OWN, {}, environment, dict.fromkeys(_ITS_FLAGS, "SGLang's own flag"), is_guest=True)
+    found.check()
+    return found

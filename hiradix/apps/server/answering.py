@@ -1,0 +1,287 @@
+"""From a request of any dialect to its answer: tokens, grammar, the engine's outputs, whole or streamed."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Send
+from starlette.types import Scope as ConnectionScope
+
+from hiradix.apps.engine.api import Conversation, EngineBusy, RequestError, SamplingParams, Usage
+from hiradix.apps.server.asked import MOST_ANSWERS, Answer, Asked, Piece, PieceReader, Tally, ToolUse
+from hiradix.apps.server.auth import caller_of
+from hiradix.apps.server.bounded_executor import BoundedExecutor
+from hiradix.apps.server.errors import ApiError
+from hiradix.apps.server.generation import ClientGone, Run, api_error
+from hiradix.apps.server.intake import CLIENT_CLOSED_REQUEST, Intake
+from hiradix.apps.server.metrics import RequestMetrics
+from hiradix.apps.server.render import Json, Renderer
+from hiradix.apps.server.schema import MAX_NAME_CHARS, Owner
+from hiradix.apps.server.service import Generation, Service, TokenizerLike
+from hiradix.apps.server.tools import FORMATS, ToolFormat, described, format_of
+
+MANY_LOGPROBS = 1000
+"""To show more of them, each a token to decode, is work beside the event loop."""
+MAX_SHOWN = 4096
+SHOW_TIMEOUT_S = 600.0
+MAX_GRAMMARS = 64
+GRAMMAR_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A checked request: what the engine runs and how the answer is shown. Its body is not kept."""
+
+    generations: Sequence[Generation]
+    renderer: Renderer
+    field: str
+    tools: ToolUse | None
+    num_answers: int
+    is_streamed: bool
+
+
+class Answering:
+    """What all dialects share: one engine, its model's names, and who may ask.
+
+    names: the model's, the first is the one it is listed under first. tool_format: None: as the template says.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        names: Sequence[str],
+        metrics: RequestMetrics,
+        needs_salt: bool = False,
+        tool_parser: str | None = None,
+    ):
+        self.service = service
+        self.names = tuple(names)
+        self.intake = Intake()
+        self.started = int(time.time())
+        self._metrics = metrics
+        self._needs_salt = needs_salt
+        self._long_answers = BoundedExecutor("long answers to show", 1, MAX_SHOWN)
+        self._grammars = BoundedExecutor("grammars to compile", 1, MAX_GRAMMARS)
+        template = "" if service.tokenizer is None else service.tokenizer.chat_template
+        self._has_tools = "tools" in template
+        self.tool_format: ToolFormat = format_of(template) if tool_parser is None else FORMATS[tool_parser]
+
+    # -- what a body says -------------------------------------------------------------------
+
+    def check_model(self, name: str | None) -> str:
+        """The model's name to answer with: as it was asked for. ApiError for another model's."""
+        if name is not None and name not in self.names:
+            message = f"model: {name[:MAX_NAME_CHARS]!r} does not exist, this server has {self.names[0]!r}"
+            raise ApiError(message, param="model", status=404, code="model_not_found")
+        return name or self.names[0]
+
+    def owner(self, request: Request) -> Owner:
+        """Whose request it is."""
+        caller = caller_of(request.scope)
+        return Owner(caller.tenant, self._needs_salt and not caller.is_admin)
+
+    def token_text(self, token_id: int) -> str:
+        """One token as text, "" without a tokenizer."""
+        tokenizer = self.service.tokenizer
+        return "" if tokenizer is None else tokenizer.token_text(token_id)
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """A prompt as text, "" without a tokenizer."""
+        tokenizer = self.service.tokenizer
+        return "" if tokenizer is None else tokenizer.decode_all(token_ids)
+
+    async def text_beside(self, token_ids: Sequence[int]) -> str:
+        """The text of many tokens, decoded beside the event loop. ApiError without a tokenizer."""
+        tokenizer = self.service.tokenizer
+        if tokenizer is None:
+            raise ApiError("tokens: this model has no tokenizer", param="tokens")
+        try:
+            return await self._long_answers.run(partial(tokenizer.decode_all, token_ids), SHOW_TIMEOUT_S)
+        except (OverflowError, ValueError, TypeError, IndexError) as error:
+            raise ApiError(f"tokens: {error}", param="tokens") from error
+
+    def conversation(self, messages: Sequence[Json], tools: Sequence[Json] = (), **more: Any) -> Conversation:
+        """What the chat template is rendered with; tools in words where it has no place for them."""
+        if not self._has_tools and (tools or any(_is_of_tools(message) for message in messages)):
+            return Conversation(described(messages, tools), **more)
+        return Conversation(messages, tools, **more)
+
+    # -- tokens -----------------------------------------------------------------------------
+
+    async def token_ids(
+        self,
+        prompt: str | Sequence[int] | Conversation,
+        field: str,
+        most: int | None,
+        add_special_tokens: bool = True,
+    ) -> Sequence[int]:
+        """Token ids of a prompt; `most`: the context, where one that does not fit is to be refused."""
+        if isinstance(prompt, Conversation):
+            num_chars = prompt.num_chars
+            return await self._encode(lambda tokenizer: tokenizer.apply_chat(prompt, most), field, num_chars)
+        if isinstance(prompt, str):
+            special = {} if add_special_tokens else {"add_special_tokens": False}
+            return await self._encode(
+                lambda tokenizer: tokenizer.encode(prompt, most, **special), field, len(prompt)
+            )
+        return prompt
+
+    async def _encode(
+        self, encode: Callable[[TokenizerLike], Sequence[int]], field: str, num_chars: int
+    ) -> Sequence[int]:
+        tokenizer: TokenizerLike | None = self.service.tokenizer
+        if tokenizer is None:
+            raise ApiError(
+                f"{field}: this model has no tokenizer, send token ids to /v1/completions", param=field
+            )
+        try:
+            return await self.intake.tokenise(partial(encode, tokenizer), num_chars)
+        except (RequestError, EngineBusy) as error:
+            raise api_error(error, field) from error
+
+    async def job(
+        self, asked: Asked, request_id: str, renderer: Callable[[Sequence[Generation]], Renderer]
+    ) -> Job:
+        """The request as it runs. ApiError."""
+        generations = await self._generations(asked, request_id)
+        return Job(
+            generations, renderer(generations), asked.field, asked.tools, asked.num_answers, asked.is_streamed
+        )
+
+    async def _generations(self, asked: Asked, request_id: str) -> list[Generation]:
+        """What the engine is asked: the prompts in order, each as often as it has answers."""
+        context, params = self.service.context_length, await self._params(asked)
+        if len(asked.prompts) * asked.num_answers > MOST_ANSWERS:
+            field = "n" if asked.num_answers > 1 else asked.field
+            raise ApiError(f"{field}: more than {MOST_ANSWERS} answers of one request", param=field)
+        found: list[Generation] = []
+        for prompt in asked.prompts:
+            ids = await self.token_ids(prompt, asked.field, context, asked.add_special_tokens)
+            limit = max(1, context - len(ids)) if asked.limit is None else params.max_new_tokens
+            limit = max(limit, params.min_new_tokens)
+            for number in range(asked.num_answers):
+                seed = None if params.seed is None else params.seed + number
+                own = replace(params, max_new_tokens=limit, seed=seed)
+                rid = f"{request_id}-{len(found)}" if found else request_id
+                found.append(Generation(rid, ids, own, asked.scope))
+        return found
+
+    async def _params(self, asked: Asked) -> SamplingParams:
+        form = asked.form
+        if form is None:
+            return asked.params
+
+        def compiled() -> str:
+            grammar = form.make()
+            self.service.check_grammar(grammar)
+            return grammar
+
+        try:
+            return replace(asked.params, grammar=await self._grammars.run(compiled, GRAMMAR_TIMEOUT_S))
+        except EngineBusy as error:
+            raise api_error(error, form.field) from error
+        except RequestError as error:
+            message = f"{form.field}: {str(error).removeprefix('grammar: ')}"
+            raise ApiError(message, param=form.field) from error
+
+    # -- answers ----------------------------------------------------------------------------
+
+    async def answer(self, request: Request, job: Job) -> Response:
+        """The response, whole or as events."""
+        renderer = job.renderer
+        run = Run(self.service, job.generations, request, job.field, self._metrics.observed, job.num_answers)
+        pieces = _pieces(run, job)
+        tally = Tally(job.num_answers)
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(run.aclose)
+            try:
+                if not job.is_streamed:
+                    return await self._whole(pieces, tally, renderer)
+                first = await anext(pieces)
+            except ClientGone:
+                return Response(status_code=CLIENT_CLOSED_REQUEST)
+            return EventStream(_events(first, pieces, tally, renderer), stack.pop_all().aclose)
+        raise AssertionError("the stack suppresses nothing")
+
+    async def _whole(self, pieces: AsyncIterator[Piece], tally: Tally, renderer: Renderer) -> Response:
+        answers: dict[int, Answer] = {}
+        async for piece in pieces:
+            tally.note(piece)
+            answers.setdefault(piece.index, Answer(piece.index)).add(piece)
+        ordered = [answers[index] for index in sorted(answers)]
+        shown = [item for one in ordered for item in (*one.logprobs, *one.prompt_logprobs)]
+        make = partial(_response, renderer, ordered, tally.usage)
+        if sum(1 + len(item.top) for item in shown) <= MANY_LOGPROBS:
+            return make()
+        return await self._long_answers.run(make, SHOW_TIMEOUT_S)
+
+
+def _is_of_tools(message: Json) -> bool:
+    return message["role"] == "tool" or bool(message.get("tool_calls"))
+
+
+def _response(renderer: Renderer, answers: list[Answer], usage: Usage) -> Response:
+    return JSONResponse(renderer.whole(answers, usage))
+
+
+async def _pieces(run: Run, job: Job) -> AsyncIterator[Piece]:
+    readers = [PieceReader(index, job.tools) for index in range(len(job.generations))]
+    async for index, output in run:
+        yield readers[index].read(output)
+
+
+async def _events(
+    first: Piece, rest: AsyncIterator[Piece], tally: Tally, renderer: Renderer
+) -> AsyncIterator[bytes]:
+    """The answer's events, in the dialect's form."""
+    for one in renderer.opening():
+        yield one
+    piece: Piece | None = first
+    try:
+        while piece is not None:
+            tally.note(piece)
+            for one in renderer.events(piece):
+                yield one
+            piece = await anext(rest, None)
+    except ApiError as error:
+        for one in renderer.failure(error):
+            yield one
+    except ClientGone:
+        return
+    else:
+        for one in renderer.closing(tally.usage):
+            yield one
+
+
+class EventStream(Response):
+    """Server-sent events; `close` runs however the sending ends, also when it never began."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], Awaitable[None]]):
+        super().__init__(headers={"cache-control": "no-cache"})
+        del self.headers["content-length"]
+        self._events = events
+        self._close = close
+
+    async def __call__(self, scope: ConnectionScope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for chunk in self._events:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            await self._close()
+
+
+def new_id(prefix: str, rid: str | None = None) -> str:
+    """A request's name: as the client has it, or a new one."""
+    return f"{prefix}{rid or uuid.uuid4().hex}"
