@@ -67,7 +67,7 @@ turn, and gives what it returns. TimeoutError: it had none in time."""
 
 
 @dataclass(frozen=True)
-class Answer:
+class HttpAnswer:
     """A status and a body of JSON."""
 
     status: int
@@ -92,17 +92,19 @@ class IntentApi:
         """Whether `path`, without its query, is one of these."""
         return path in (INTENTS, TENANTS) or path.startswith((INTENTS + "/", PREFIX))
 
-    def answer(self, method: str, path: str, body: bytes = b"", asked_by: str = OPERATOR) -> Answer:
+    def answer(self, method: str, path: str, body: bytes = b"", asked_by: str = OPERATOR) -> HttpAnswer:
         """Never raises for what was asked: a bad field is 400, an unknown id or path 404, a wish that is refused
         409 with its receipt, and 503 says that the scheduler had no turn in time."""
         try:
             return self._answer(method, path, body, asked_by)
         except BadIntent as error:
-            return Answer(404 if error.field == "id" else 400, {"message": str(error), "field": error.field})
+            return HttpAnswer(
+                404 if error.field == "id" else 400, {"message": str(error), "field": error.field}
+            )
         except TimeoutError as error:
-            return Answer(503, {"message": str(error)})
+            return HttpAnswer(503, {"message": str(error)})
 
-    def _answer(self, method: str, path: str, body: bytes, asked_by: str) -> Answer:
+    def _answer(self, method: str, path: str, body: bytes, asked_by: str) -> HttpAnswer:
         one = _ONE.fullmatch(path)
         if one is not None:
             return self._one(method, int(one[1]), asked_by)
@@ -111,40 +113,42 @@ class IntentApi:
         if path == INTENTS and method == "GET":
             own = None if asked_by == OPERATOR else asked_by
             found = self._ask(lambda wishes: wishes.receipts(own))
-            return Answer(200, {"intents": [receipt_as_json(receipt) for receipt in found]})
+            return HttpAnswer(200, {"intents": [receipt_as_json(receipt) for receipt in found]})
         verb = path.removeprefix(PREFIX) if path.startswith(PREFIX) else None
         if path != INTENTS and verb not in [known.value for known in Verb]:
-            return Answer(404, {"message": f"there is no such path; a verb is one of {_known(Verb)}"})
+            return HttpAnswer(404, {"message": f"there is no such path; a verb is one of {_known(Verb)}"})
         if method != "POST":
             return _wrong(method, "POST" if verb else "GET, POST")
         intent = intent_of(body, asked_by, verb, self._make_key, self._encode)
         return answer_of(self._ask(lambda wishes: wishes.submit(intent)))
 
-    def _one(self, method: str, intent_id: int, asked_by: str) -> Answer:
+    def _one(self, method: str, intent_id: int, asked_by: str) -> HttpAnswer:
         if method == "DELETE":
-            return Answer(200, receipt_as_json(self._ask(lambda wishes: wishes.cancel(intent_id, asked_by))))
+            return HttpAnswer(
+                200, receipt_as_json(self._ask(lambda wishes: wishes.cancel(intent_id, asked_by)))
+            )
         if method != "GET":
             return _wrong(method, "GET, DELETE")
         found: Receipt | None = self._ask(lambda wishes: wishes.receipt(intent_id))
         if found is None or asked_by not in (OPERATOR, found.intent.asked_by):
-            return Answer(404, {"message": f"id: no wish {intent_id} is known", "field": "id"})
-        return Answer(200, receipt_as_json(found))
+            return HttpAnswer(404, {"message": f"id: no wish {intent_id} is known", "field": "id"})
+        return HttpAnswer(200, receipt_as_json(found))
 
-    def _tenants(self, asked_by: str) -> Answer:
+    def _tenants(self, asked_by: str) -> HttpAnswer:
         rows = self._ask(lambda wishes: wishes.tenants())
         shown = [row for row in rows if asked_by in (OPERATOR, row.tenant)]
-        return Answer(200, {"tenants": [tenant_as_json(row) for row in shown]})
+        return HttpAnswer(200, {"tenants": [tenant_as_json(row) for row in shown]})
 
 
-def _wrong(method: str, allowed: str) -> Answer:
-    return Answer(405, {"message": f"{method:.16} is not allowed here, but {allowed}"})
+def _wrong(method: str, allowed: str) -> HttpAnswer:
+    return HttpAnswer(405, {"message": f"{method:.16} is not allowed here, but {allowed}"})
 
 
-def answer_of(receipt: Receipt) -> Answer:
+def answer_of(receipt: Receipt) -> HttpAnswer:
     """202 while it is under way, 200 where it has ended, 409 where it is refused."""
     if receipt.state is IntentState.REFUSED:
-        return Answer(409, receipt_as_json(receipt))
-    return Answer(200 if receipt.state.is_end else 202, receipt_as_json(receipt))
+        return HttpAnswer(409, receipt_as_json(receipt))
+    return HttpAnswer(200 if receipt.state.is_end else 202, receipt_as_json(receipt))
 
 
 # -- bodies ------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 
 from hiradix.apps.engine import Engine, SamplingParams, Scope
 from hiradix.config import HiCacheConfig, parse_extra_config
-from hiradix.explain import Explanation, Reason, Source
+from hiradix.explain import Explanation, Reason, TokenSource
 from hiradix.prefix_cache import build_prefix_cache
 from tests.engine.conftest import MakeEngine, llama, make_engine, one_quiet_thread, reference
 from tests.engine.driving import Answer, drain
@@ -80,7 +80,7 @@ def test_what_nobody_sent_before_was_never_seen(make_cached: MakeEngine) -> None
     engine, prompt = make_cached(cache=DEVICE_ONLY), prompt_of(1)
     assert reasons(ask(engine, prompt)) == [(0, 96, Reason.NEVER_SEEN), (96, 99, Reason.BOUNDARY)]
     again = ask(engine, prompt)
-    assert again.spans[0].source is Source.DEVICE and reasons(again) == [(96, 99, Reason.BOUNDARY)]
+    assert again.spans[0].source is TokenSource.DEVICE and reasons(again) == [(96, 99, Reason.BOUNDARY)]
     longer = ask(engine, [*prompt[:96], *prompt_of(2)])
     assert longer.spans[0].end == 96
     assert [reason for _, _, reason in reasons(longer)] == [Reason.NEVER_SEEN, Reason.BOUNDARY]

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from hiradix.errors import BadNamespace
 from hiradix.intents import BadIntent, Intent, IntentState, Selector, SelectorKind
-from hiradix.intents.http import Answer, IntentApi, answers_of_request, intent_of, plain_key, selector_of
+from hiradix.intents.http import HttpAnswer, IntentApi, answers_of_request, intent_of, plain_key, selector_of
 from hiradix.tree import RadixKey, Tier
 from tests.intents.world import GENEROUS, IntentWorld, key_of
 
 LONG = key_of(1, 2, 3, 4, 5, 6)
 HERE = {"tokens": LONG.token_ids}
 ALICE = "salt:alice"
-Call = Callable[..., Answer]
+Call = Callable[..., HttpAnswer]
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def w() -> Iterator[IntentWorld]:
 def call(w: IntentWorld) -> Call:
     api = IntentApi(lambda do: do(w.cache.intents))
 
-    def asked(method: str, path: str, body: Any = None, asked_by: str = "") -> Answer:
+    def asked(method: str, path: str, body: Any = None, asked_by: str = "") -> HttpAnswer:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         answer = api.answer(method, path, data, asked_by)
         json.dumps(answer.body)
