@@ -23,6 +23,7 @@ from hiradix.apps.server.dialects.anthropic import Anthropic, anthropic_error
 from hiradix.apps.server.dialects.responses import Responses
 from hiradix.apps.server.dialects.tokens import TokenEndpoints
 from hiradix.apps.server.errors import ApiError
+from hiradix.apps.server.intents import IntentEndpoints
 from hiradix.apps.server.logs import RequestIds
 from hiradix.apps.server.metrics import RequestMetrics
 from hiradix.apps.server.openai import OpenAI
@@ -164,6 +165,8 @@ def create_app(service: Service, settings: AppSettings) -> FastAPI:
     for endpoints in (OpenAI, Anthropic, Responses, TokenEndpoints):
         app.include_router(endpoints(answering).router)
     app.include_router(admin.router)
+    app.include_router(IntentEndpoints(service, answering).router)
+    app.include_router(metrics.explanations.router)
     app.include_router(Information(service, settings, admin, metrics).router)
     add_docs(app)
     app.add_exception_handler(ApiError, _api_error)
