@@ -41,7 +41,7 @@ class Refused(Exception):
     """The server has said no, or nothing. The text is for people."""
 
 
-class Server:
+class AdminClient:
     """A server's administrative paths."""
 
     def __init__(self, url: str, key: str | None, timeout_s: float = TIMEOUT_S):
@@ -163,7 +163,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
     pass
 
 
-def _wish(server: Server, given: argparse.Namespace) -> Any:
+def _wish(server: AdminClient, given: argparse.Namespace) -> Any:
     body: dict[str, Any] = {"selector": selector_of(given)}
     if given.tier:
         body["tiers"] = given.tier
@@ -183,7 +183,7 @@ def _wish(server: Server, given: argparse.Namespace) -> Any:
     return receipt
 
 
-def _answer(server: Server, given: argparse.Namespace) -> Any:
+def _answer(server: AdminClient, given: argparse.Namespace) -> Any:
     match given.command:
         case "release" | "cancel":
             return server.ask("DELETE", f"/hicache/intents/{given.id}")
@@ -239,7 +239,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run one command; 0, 1 where the server refuses or a wish ends badly, 2 for wrong arguments."""
     given = _parser().parse_args(arguments)
     try:
-        answer = _answer(Server(given.url, _key(given)), given)
+        answer = _answer(AdminClient(given.url, _key(given)), given)
     except ConfigError as error:
         print(f"hiradix ctl: error: {error}", file=sys.stderr)
         return 2
