@@ -9,10 +9,11 @@ from collections.abc import Sequence
 
 import hiradix
 
-USAGE = """usage: hiradix {serve,config,bench,certify,storage,replay,size,tour} ...
+USAGE = """usage: hiradix {serve,config,ctl,bench,certify,storage,replay,size,tour} ...
 
   serve    serve a model over HTTP through a three-tier prefix cache
   config   check, show and explain the settings of serve; settings of LMCache as ours
+  ctl      look into a running cache and command it: locate, hold, forget, bring
   bench    play multi-turn conversations against a server and report cached tokens and latency
   certify  find out over HTTP whether a server with any prefix cache answers rightly
   storage  list, check, empty, copy or time a store of pages
@@ -76,6 +77,10 @@ def _command(arguments: list[str]) -> int:
         from hiradix.apps.configure.main import main as config
 
         return config(rest)
+    if command == "ctl":
+        from hiradix.apps.ctl import main as ctl
+
+        return ctl(rest)
     if command == "bench":
         from hiradix.apps.bench.main import main as bench
 

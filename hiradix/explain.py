@@ -17,7 +17,7 @@ from hiradix.errors import Misuse
 KeyT = TypeVar("KeyT")
 
 
-class Source(Enum):
+class TokenSource(Enum):
     """Where a span's KV came from."""
 
     DEVICE = "device"
@@ -36,7 +36,6 @@ class Reason(Enum):
     EVICTED = "evicted"  # was here; the eviction policy took it from its last tier
     FLUSHED = "flushed"
     FORGOTTEN = "forgotten"  # deleted because somebody asked for it
-    WEIGHTS_CHANGED = "weights_changed"
     OTHER_NAMESPACE = "other_namespace"  # is here under another cache_salt or extra_key
     DAMAGED = "damaged"  # a tier said that it had it and did not give it whole, or as another model's
     BELOW_THRESHOLD = "below_threshold"  # too short to ask storage for
@@ -44,7 +43,6 @@ class Reason(Enum):
     NO_ROOM = "no_room"  # in the tier that it was to be brought to
     DEADLINE = "deadline"  # storage did not bring it in time
     STORAGE_FAILED = "storage_failed"  # it could not be asked, or broke off
-    UNDER_WAY = "under_way"  # on its way into the cache when the request ran
     BOUNDARY = "boundary"  # no usable prefix ends there: part of a page, a window, a state, the last token
 
     __hash__ = object.__hash__
@@ -59,7 +57,7 @@ class Span:
 
     start: int
     end: int
-    source: Source
+    source: TokenSource
     reason: Reason | None = None
     detail: str = ""
     waited_s: float = 0.0
@@ -67,7 +65,7 @@ class Span:
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.end:
             raise Misuse(f"a span of tokens [{self.start}, {self.end})")
-        if (self.reason is None) is (self.source is Source.COMPUTED):
+        if (self.reason is None) is (self.source is TokenSource.COMPUTED):
             raise Misuse(
                 f"{self.source} for {self.reason}: what is computed has a reason, what is not has none"
             )
@@ -92,7 +90,8 @@ class Span:
 class Explanation:
     """Where the prompt of `request_id` came from: spans in order that cover its tokens once.
 
-    >>> found = Explanation("r1", (Span(0, 64, Source.DEVICE), Span(64, 70, Source.COMPUTED, Reason.NEVER_SEEN)))
+    >>> new = Span(64, 70, TokenSource.COMPUTED, Reason.NEVER_SEEN)
+    >>> found = Explanation("r1", (Span(0, 64, TokenSource.DEVICE), new))
     >>> found.num_tokens, found.tokens_by_source()["device"], found.tokens_by_reason()["never_seen"]
     (70, 64, 6)
     """

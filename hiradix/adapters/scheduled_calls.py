@@ -18,6 +18,11 @@ class ScheduledCalls:
         self._wait_s = wait_s
         self._waiting: deque[tuple[Callable[[Any], Any], Future[Any]]] = deque()
 
+    @property
+    def num_waiting(self) -> int:
+        """Calls that nobody has made yet."""
+        return len(self._waiting)
+
     def ask(self, do: Callable[[Any], Any]) -> Any:
         """What `do` returns, or raises. Any thread but the scheduler's. TimeoutError: no step came in time, and
         it will not be called any more."""

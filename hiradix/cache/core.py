@@ -46,6 +46,7 @@ from hiradix.cache.write_through import WriteThrough
 from hiradix.errors import CacheError, Misuse, StorageError
 from hiradix.explain import Reason
 from hiradix.intents.limits import IntentLimits
+from hiradix.policy.hint_shares import HintShares
 from hiradix.policy.learning import LearningPolicy, learner_of
 from hiradix.policy.no_regret import NoRegret
 from hiradix.policy.prefetch_policy import PrefetchPolicy
@@ -101,6 +102,7 @@ class HierarchicalCache:
         self.prefetcher: Prefetcher | None = None
         self._ranks: Agreement | None = None
         self.no_regret = NoRegret(False)
+        self._hints = HintShares()
         self.misses: Misses | None = None
         self._removals = Removals(tree)
         if host is not None:
@@ -239,10 +241,21 @@ class HierarchicalCache:
         """A request has ended that still locks `node`, the end of `key`. Call it once per request: copies to the
         host may wait until the policy has heard of its end."""
         if self.learner is not None:
+            tenant = key.space.tenant
+            self._hints.ended(tenant)
+            if ended.hint is not None and not self._hints.hears(tenant, ended.hint):
+                ended = ended.unhinted()
             self.learner.finished(self.tree, node, key, ended)
         if ended.session:
             self.intents.name_session(ended.session, node)
         self.inserted(node)
+
+    def hint(self, key: RadixKey, hint: str) -> int:
+        """A client says `hint` of what the cache has of `key`: its pages; 0 where no policy learns, or where it
+        says so of too much."""
+        if self.learner is None or not self._hints.hears(key.space.tenant, hint):
+            return 0
+        return self.learner.hint_prefix(self.tree, key, hint)
 
     def is_blocked(self, key: RadixKey) -> bool:
         """Whether `key` may not be inserted: it is being forgotten, or pages of a failed load on its path are
@@ -293,9 +306,9 @@ class HierarchicalCache:
         """
         dropped = self.supply.num_dropped
         before, target = dropped[component], dropped[component] + num_pages
+        self.intents.expire()
         if self._load_back is not None:
             self._load_back.drop_failed()
-        self.intents.expire()
         self._write_back(target - dropped[component], component)
         self.supply.evict(DEVICE, target - dropped[component], component)
         if dropped[component] < target and self.wait_for_copies(COPY_WAIT_S):

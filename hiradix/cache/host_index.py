@@ -170,6 +170,10 @@ class HostIndex:
         """Whether all pages on the path of `node` may be read. O(path)."""
         return all(self.has_ready(at) for at in self.tree.path(node))
 
+    def has_lost_on(self, node: Node) -> bool:
+        """Whether any of the path of `node` is lost, and goes when nothing locks it."""
+        return bool(self._lost) and any(self._is_lost(at) for at in self.tree.path(node))
+
     def has_ready(self, node: Node) -> bool:
         """Whether the pages of `node` alone may be read."""
         on_host = zip(_on_host(node, len(self._pools)), self._pools, strict=True)

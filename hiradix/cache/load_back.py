@@ -306,6 +306,10 @@ class LoadBack:
         """Whether a failed load has filled `node`."""
         return self._has_garbage and node in self._garbage()
 
+    def has_failed_on(self, node: Node) -> bool:
+        """Whether a failed load has filled any of the path of `node`."""
+        return self._has_garbage and self._topmost_garbage(node) is not None
+
     def _topmost_garbage(self, node: Node) -> Node | None:
         garbage, found = self._garbage(), None
         for n in self._tree.path(node):

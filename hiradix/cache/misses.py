@@ -12,7 +12,7 @@ from itertools import groupby, islice
 from typing import Final, NamedTuple
 
 from hiradix.cache.departed import Departed, Departure
-from hiradix.explain import Explanation, Reason, Source, Span
+from hiradix.explain import Explanation, Reason, Span, TokenSource
 from hiradix.tree import DEVICE, Node, RadixKey, RadixTree
 from hiradix.tree.key import unpacked
 
@@ -64,18 +64,18 @@ class Misses:
         spans: list[Span] = []
         at = 0
         for count, source in (
-            (hit.device, Source.DEVICE),
-            (hit.host, Source.HOST),
-            (hit.storage, Source.STORAGE),
+            (hit.device, TokenSource.DEVICE),
+            (hit.host, TokenSource.HOST),
+            (hit.storage, TokenSource.STORAGE),
         ):
             if count:
-                waited = waited_s if source is Source.STORAGE else 0.0
+                waited = waited_s if source is TokenSource.STORAGE else 0.0
                 spans.append(Span(at, at + count, source, waited_s=waited))
                 at += count
         for one in withheld:
             end = min(one.end, num_tokens)
             if end > at:
-                spans.append(Span(at, end, Source.COMPUTED, one.reason, one.detail, one.waited_s))
+                spans.append(Span(at, end, TokenSource.COMPUTED, one.reason, one.detail, one.waited_s))
                 at = end
         if at < num_tokens:
             spans += self._computed(key, at, num_tokens)
@@ -91,20 +91,20 @@ class Misses:
         node = self._tree.find(key)
         known = min(node.end * size, end)
         if known > at:
-            yield Span(at, known, Source.COMPUTED, Reason.BOUNDARY, self._boundary_text(node))
+            yield Span(at, known, TokenSource.COMPUTED, Reason.BOUNDARY, self._boundary_text(node))
             at = known
         if at < whole and self._departed is not None and at == node.end * size:
             for departure, count in self._gone(node, key, whole // size):
                 yield Span(
-                    at, at + count * size, Source.COMPUTED, departure.reason, self._gone_text(departure)
+                    at, at + count * size, TokenSource.COMPUTED, departure.reason, self._gone_text(departure)
                 )
                 at += count * size
         if at < whole:
             reason, detail = self._new(node, key) if at == node.end * size else (Reason.NEVER_SEEN, "")
-            yield Span(at, whole, Source.COMPUTED, reason, detail)
+            yield Span(at, whole, TokenSource.COMPUTED, reason, detail)
             at = whole
         if at < end:
-            yield Span(at, end, Source.COMPUTED, Reason.BOUNDARY, "less than a page, or the last token")
+            yield Span(at, end, TokenSource.COMPUTED, Reason.BOUNDARY, "less than a page, or the last token")
 
     def _gone(self, node: Node, key: RadixKey, end: int) -> Iterator[tuple[Departure, int]]:
         """What has left of the pages of `key` behind `node`, alike ones together, and how many pages that is."""

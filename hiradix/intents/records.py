@@ -237,17 +237,16 @@ class Receipt:
 class TenantUse:
     """One tenant's part of the cache. Bytes of all components.
 
-    held_bytes: of device and host, by leases. quota_bytes: of storage; None: no limit. weight: of its share,
-    beside the others'.
+    held_bytes, budget_bytes: of device and host, by its leases, and the most of that. storage_bytes: None: no
+    account is kept there, or it is not one of those with the most.
     """
 
     tenant: str
     device_bytes: int = 0
     host_bytes: int = 0
-    storage_bytes: int = 0
+    storage_bytes: int | None = None
     held_bytes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
-    quota_bytes: int | None = None
-    weight: float = 1.0
+    budget_bytes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     num_leases: int = 0
     saved_tokens: int = 0
 

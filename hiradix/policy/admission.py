@@ -26,6 +26,9 @@ FIRST_COME_SHARE = 0.95  # of the longest wait that first come, first served wou
 ROUND_SHARE = 0.9  # of its tenant's round, if that is more: where not all sessions fit, it goes there
 FAR_S = 90.0  # a session expected back later than this leaves for one that waits
 FAR_SHARE = 0.35  # of what one that waits may wait, if that is less and no other tenant is known
+ANSWERS = 2.0  # times the mean: how long pages of answers under way are waited for
+KEPT = 0.9  # share of the old mean that each new one leaves
+BEHIND_S = 1e-6  # who is held is asked for again so long after there is no time to lose
 FORGET_S = 600.0  # idle for longer, a session is taken to have ended
 OVER_SHARE = 1.1  # times its share of recent service: a tenant that had more comes behind the others
 RECENT_S = 60.0  # of service: after so much, half of what a tenant was served no longer counts
@@ -106,6 +109,7 @@ class AdmissionPolicy:
     name = "fcfs"
     reads_prices = False  # `order` may be asked without any
     follows_sessions = False
+    next_due_s = float("inf")  # when `order` must be asked again even if nothing has happened
 
     def __init__(self, capacity: int) -> None:
         """capacity: tokens of the tiers from which a prefix comes back sooner than it is computed."""
@@ -257,9 +261,10 @@ class CachedAdmission(AdmissionPolicy):
     earlier. Tenants have shadows of their own; each time is multiplied by the number of those at work.
 
     Whoever goes before another that is due earlier does so only while that one, and all due before it, would
-    still be in time; and who is due enters, whatever has to leave. So with one tenant every first token comes
-    when it is due or before, but for time in which no pages are free and for what is evicted of a session
-    that is in.
+    still be in time; and who is due enters, whatever has to leave. One that does not fit beside the answers
+    under way is taken earlier by what those take, and one that is held is asked for at `next_due_s`. So with
+    one tenant every first token comes when it is due or before, but for time in which whoever is next has no
+    pages, and for what is evicted of a session that is in.
 
     Tenants: one that had more than OVER_SHARE of its share of recent service comes behind the others, due or
     not, and those with less than their share of the capacity enter for idle sessions of those with more.
@@ -277,6 +282,8 @@ class CachedAdmission(AdmissionPolicy):
         )  # sessions, and since when; the longest idle first
         self._inside: dict[str, _Session] = {}
         self._num_inside = self._num_known = 0  # tokens: footprints of those inside, and of all
+        self._num_held = 0  # tokens: footprints of those with a request that has pages
+        self._answer_s = 0.0  # mean seconds from a first token to the answer's end
         self._tenants: dict[str, _Tenant] = {}
         self._at_work: dict[str, None] = {}  # tenants with a request that waits or runs
         self._service = _Service()
@@ -334,6 +341,8 @@ class CachedAdmission(AdmissionPolicy):
         self._num_known += sign * session.footprint
         if session.is_in:
             self._num_inside += sign * session.footprint
+        if session.num_running:
+            self._num_held += sign * session.footprint
 
     def _due_s(self, request: WaitingRequest, first_come_s: float, latest_s: float) -> float:
         """first_come_s: when those that came earlier, and it, would be served. latest_s: of the earlier ones."""
@@ -373,11 +382,11 @@ class CachedAdmission(AdmissionPolicy):
             self._go_out(name)
             self._left[name] = None
         session = self._sessions[request.session]
-        if not session.is_in:
-            session.is_in = True
-            self._inside[request.session] = session
-            self._num_inside += session.footprint
+        self._weigh(session, -1)
+        session.is_in = True
         session.num_running += 1
+        self._weigh(session, 1)
+        self._inside[request.session] = session
         self._left.pop(request.session, None)
         request.has_started = True
         self._num_running += 1
@@ -401,6 +410,9 @@ class CachedAdmission(AdmissionPolicy):
         return request
 
     def end(self, session: str, now_s: float, stop: str = "") -> None:
+        began_s = self._sessions[session].answering_s
+        if began_s is not None:
+            self._answer_s += (1 - KEPT) * (max(now_s - began_s, 0.0) - self._answer_s)
         self._ended(session, now_s, stop, 1)
 
     def remove(self, rid: str, now_s: float) -> None:
@@ -414,8 +426,8 @@ class CachedAdmission(AdmissionPolicy):
         own = self._tenants[session.tenant]
         self._weigh(session, -1)
         session.num_active -= 1
-        self._weigh(session, 1)
         session.num_running -= num_running
+        self._weigh(session, 1)
         self._num_running -= num_running
         if not session.num_active:
             session.idle_since_s, session.stop = now_s, stop
@@ -465,7 +477,7 @@ class CachedAdmission(AdmissionPolicy):
         return 0.0 if own is None else own.round_ticks / _TICKS
 
     def order(self, now_s: float, prices: Mapping[str, float]) -> list[str]:
-        self._now_s, self._rooms = now_s, None
+        self._now_s, self._rooms, self.next_due_s = now_s, None, _NEVER_S
         self._date(now_s, prices)
         behind, waiting = self._over_share(), [r for r in self.waiting.values() if r.rid in prices]
         before, is_due = self._chosen([r for r in waiting if r.tenant not in behind], [], now_s, prices)
@@ -481,6 +493,8 @@ class CachedAdmission(AdmissionPolicy):
         that is due, for which the others are held."""
         due = sorted(waiting, key=lambda r: r.deadline_s)
         slack_s, least_s = self._slack(due, now_s, prices)
+        if least_s >= 0:
+            self.next_due_s = min(self.next_due_s, now_s + least_s + BEHIND_S)
         already = set(before)
         due = [request for request in due if request.rid not in already]
         best = sorted(due, key=lambda r: (not self._is_in(r), prices[r.rid]))
@@ -517,8 +531,16 @@ class CachedAdmission(AdmissionPolicy):
         for request in due:
             found[request.rid] = least_s
             at_s += prices[request.rid] if self._is_in(request) else request.cold_price_s
-            least_s = min(least_s, request.deadline_s - at_s)
+            least_s = min(least_s, request.deadline_s - at_s - self._pages_s(request))
         return found, least_s
+
+    def _pages_s(self, request: WaitingRequest) -> float:
+        """Seconds until there are pages for it: where it does not fit beside those that run."""
+        if request.has_started or self._num_held <= self.capacity - request.footprint:
+            return 0.0
+        session = self._sessions[request.session]
+        held = self._num_held - (session.footprint if session.num_running else 0)
+        return ANSWERS * self._answer_s if held + request.footprint > self.capacity else 0.0
 
     def _is_in(self, request: WaitingRequest) -> bool:
         return request.has_started or self._sessions[request.session].is_in

@@ -234,9 +234,9 @@ class AdmissionController:
 
     @property
     def is_stale(self) -> bool:
-        """Whether to ask for the order again: something has happened; or somebody waits, and it is so old that
-        a new one costs COST_SHARE of the time since."""
-        if self._ordered_s is None:
+        """Whether to ask for the order again: something has happened, or somebody is due; or somebody waits, and
+        it is so old that a new one costs COST_SHARE of the time since."""
+        if self._ordered_s is None or self._clock() >= self.policy.next_due_s:
             return True
         least_s = max(self._ask_again_s, self._order_cost_s / COST_SHARE)
         return bool(self.policy.waiting) and self._clock() - self._ordered_s >= least_s

@@ -55,6 +55,10 @@ class Finished:
         self.session = session
         self.stop = stop
 
+    def unhinted(self) -> Finished:
+        """The same without its hint."""
+        return Finished(self.prompt_tokens, self.output_tokens, None, self.session, self.stop)
+
 
 @mypyc_attr(acyclic=True)
 class RequestUse:

@@ -172,7 +172,9 @@ class PrefixCache:
         """int64 [tokens]: the device slots of the path to `node`, from page `start` on. A fresh tensor."""
         return self._slot_table.of(self.tree.pages(node, DEVICE, start))
 
-    path_device_indices = device_slots
+    def path_device_indices(self, node: Node) -> torch.Tensor:
+        """`device_slots` of the whole path, as SGLang calls it."""
+        return self.device_slots(node)
 
     def get_height(self, node: Node) -> int:
         """How many nodes the path to `node` has; 0 for the root. O(path)."""
@@ -491,15 +493,13 @@ class PrefixCache:
             self._let_go(req)
 
     def hint(self, key: RadixKey, hint: str) -> int:
-        """`end_of_session` or `keep_alive` of a conversation; its cached tokens (0: nothing learns).
+        """`end_of_session` or `keep_alive` of a conversation; its cached tokens (0: nothing learns, or its
+        tenant, beside others, says `keep_alive` of too many of his requests).
 
         ValueError for other hints.
         """
         known_hint(hint)
-        learner = self.cache.learner
-        if self.disable or learner is None:
-            return 0
-        return learner.hint_prefix(self.tree, self._view(key), hint) * self.page_size
+        return 0 if self.disable else self.cache.hint(self._view(key), hint) * self.page_size
 
     def forget_request(self, req: RequestLike) -> None:
         """A request has ended, or runs anew from its beginning."""
@@ -915,7 +915,11 @@ class PrefixCache:
 
     def tenants(self) -> list[TenantUse]:
         """What each tenant has, in all tiers, those with the most bytes first. O(nodes of the tree)."""
-        return self.cache.intents.tenants()
+        used = self.cache.intents.tenants()
+        if self._attached is None or self._attached.storage is None:
+            return used
+        stored = self._attached.tenant_bytes([one.tenant for one in used])
+        return [replace(one, storage_bytes=stored.get(one.tenant)) for one in used]
 
     def name_session(self, session: str, key: RadixKey) -> None:
         """The prompt that a session has sent last, as a request's `session_name` says it when it ends."""

@@ -17,7 +17,7 @@ import pytest
 import transformers
 
 from hiradix.apps.engine import RequestError, chat_template
-from hiradix.apps.engine.api import Conversation
+from hiradix.apps.engine.api import ChatPrompt
 from hiradix.apps.engine.chat_template import ChatTemplate, TemplateError
 from hiradix.apps.engine.tokenizer import Tokenizer
 from tests.engine.checkpoints import write_tokenizer
@@ -221,7 +221,7 @@ def test_what_went_wrong_is_the_requests_error(tmp_path: Path) -> None:
     tokenizer = Tokenizer.find(str(tmp_path))
     assert tokenizer is not None and tokenizer.has_chat_template
     with pytest.raises(RequestError, match="^messages: the chat template refused them: ZeroDivisionError"):
-        tokenizer.apply_chat(Conversation(HELLO))
+        tokenizer.apply_chat(ChatPrompt(HELLO))
 
 
 def test_it_is_served_beside_a_thousand_open_files() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hiradix.apps.engine import RequestError, SamplingParams
-from hiradix.apps.engine.api import Conversation
+from hiradix.apps.engine.api import ChatPrompt
 from hiradix.apps.engine.tokenizer import TextStream, Tokenizer
 from tests.engine.checkpoints import Reference, prompts
 from tests.engine.conftest import MakeEngine
@@ -132,7 +132,7 @@ def test_stop_strings_need_a_tokenizer(reference: object, make_engine: MakeEngin
 def test_chat_is_rendered_and_encoded(llama: Reference) -> None:
     tokenizer = Tokenizer.find(str(llama.path))
     assert tokenizer is not None and tokenizer.has_chat_template
-    ids = tokenizer.apply_chat(Conversation([{"role": "user", "content": "what is a slot"}]))
+    ids = tokenizer.apply_chat(ChatPrompt([{"role": "user", "content": "what is a slot"}]))
     assert tokenizer.decode(ids) == "user: what is a slot\nassistant:"
     assert ids == tokenizer.encode("user: what is a slot\nassistant:")
 

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from hiradix.apps.engine import RequestError
 from hiradix.apps.engine import tokenizer as engine_tokenizer
-from hiradix.apps.engine.api import Conversation
+from hiradix.apps.engine.api import ChatPrompt
 from hiradix.apps.engine.token_bound import TokenBound
 from tests.engine.checkpoints import Reference
 
@@ -130,7 +130,7 @@ def tokenizer(llama: Reference) -> engine_tokenizer.Tokenizer:
 ENCODE: dict[str, Callable[[engine_tokenizer.Tokenizer, str, int], list[int]]] = {
     "text": lambda tokenizer, text, most: tokenizer.encode(text, most),
     "chat": lambda tokenizer, text, most: tokenizer.apply_chat(
-        Conversation([{"role": "user", "content": text}]), most
+        ChatPrompt([{"role": "user", "content": text}]), most
     ),
 }
 

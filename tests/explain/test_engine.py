@@ -11,7 +11,7 @@ import pytest
 
 from hiradix.apps.engine import Engine, SamplingParams, Scope
 from hiradix.config import HiCacheConfig, parse_extra_config
-from hiradix.explain import Explanation, Reason, Source
+from hiradix.explain import Explanation, Reason, TokenSource
 from hiradix.prefix_cache import build_prefix_cache
 from tests.engine.conftest import MakeEngine, llama, make_engine, one_quiet_thread, reference
 from tests.engine.driving import Answer, drain
@@ -80,7 +80,7 @@ def test_what_nobody_sent_before_was_never_seen(make_cached: MakeEngine) -> None
     engine, prompt = make_cached(cache=DEVICE_ONLY), prompt_of(1)
     assert reasons(ask(engine, prompt)) == [(0, 96, Reason.NEVER_SEEN), (96, 99, Reason.BOUNDARY)]
     again = ask(engine, prompt)
-    assert again.spans[0].source is Source.DEVICE and reasons(again) == [(96, 99, Reason.BOUNDARY)]
+    assert again.spans[0].source is TokenSource.DEVICE and reasons(again) == [(96, 99, Reason.BOUNDARY)]
     longer = ask(engine, [*prompt[:96], *prompt_of(2)])
     assert longer.spans[0].end == 96
     assert [reason for _, _, reason in reasons(longer)] == [Reason.NEVER_SEEN, Reason.BOUNDARY]
@@ -143,19 +143,20 @@ def test_what_was_forgotten_says_so(make_cached: MakeEngine) -> None:
 
 
 def test_storage_below_its_threshold_and_damaged(make_cached: MakeEngine, tmp_path: Path) -> None:
-    prompt = prompt_of(1)
-    ask(make_cached(cache=stored_in(tmp_path)), prompt)
+    prompt, other, cached = prompt_of(1), prompt_of(2), stored_in(tmp_path)
+    first = make_cached(cache=cached)
+    ask(first, prompt)
+    ask(first, other)
     short = make_cached(cache=stored_in(tmp_path, prefetch_threshold=200))
     assert reasons(ask(short, prompt))[0] == (0, 96, Reason.BELOW_THRESHOLD)
-    whole = ask(make_cached(cache=stored_in(tmp_path)), prompt)
-    assert whole.tokens_by_source()["storage"] == 96
-    pages = sorted(path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size > 1024)
-    for path in pages:
-        data = bytearray(path.read_bytes())
-        data[len(data) // 2] ^= 1
-        path.write_bytes(data)
-    found = ask(make_cached(cache=stored_in(tmp_path)), prompt)
-    assert reasons(found)[0] == (0, 96, Reason.DAMAGED)
+    engine = make_cached(cache=cached)
+    assert ask(engine, other).tokens_by_source()["storage"] == 96, "compared with what is stored by now"
+    for path in tmp_path.rglob("*"):
+        if path.is_file() and path.stat().st_size > 1024:
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 1
+            path.write_bytes(data)
+    assert reasons(ask(engine, prompt))[0] == (0, 96, Reason.DAMAGED)
 
 
 def test_a_device_without_room_for_a_load(make_cached: MakeEngine) -> None:

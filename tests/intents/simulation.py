@@ -1,7 +1,7 @@
 """The simulation of `tests.simulation` with wishes among its moves.
 
 python -m tests.intents.simulation SEED [MOVES]      one seed, again
-python -m tests.intents.simulation moves COUNT       so many moves, seed after seed, until one fails
+python -m tests.intents.simulation moves COUNT [FIRST]      so many moves, seed after seed, until one fails
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ def main(arguments: list[str]) -> int:
         print(dict(world.totals), dict(world.ends))
         return 0
     ends, totals = Counter[str](), Counter[str]()
-    for seed in range(-(-int(arguments[1]) // MOVES)):
+    first = int(arguments[2]) if len(arguments) > 2 else 0
+    for seed in range(first, first + -(-int(arguments[1]) // MOVES)):
         world = play(seed)
         ends += world.ends
         totals += world.totals

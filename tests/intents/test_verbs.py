@@ -369,6 +369,7 @@ def test_the_ledger_says_what_each_tenant_has():
     first, second = w.cache.intents.tenants()
     assert (first.tenant, first.device_bytes, first.host_bytes) == ("salt:a", 2 * size, 2 * size)
     assert dict(first.held_bytes) == {"device": 0, "host": 2 * size} and first.num_leases == 1
+    assert dict(first.budget_bytes) == {"device": 6 * size, "host": 12 * size}
     assert (second.tenant, second.host_bytes) == ("", size)
     w.end()
 
@@ -423,3 +424,20 @@ def test_a_wish_that_means_nothing_names_its_field(field, make):
     with pytest.raises(BadIntent, match=f"^{field}: ") as raised:
         make(Selector.prefix(RadixKey([1, 2])))
     assert raised.value.field == field
+
+
+def test_a_lease_lets_go_of_what_a_failed_copy_has_left():
+    w = world()
+    w.seed(LONG)
+    w.cache.evict(6)
+    w.transport.faults = 1.0
+    assert w.cache.load_back(w.cache.match(LONG)) == 6, "the tree has its device pages at once"
+    lease = w.cache.intents.submit(Intent(Verb.HOLD, prefix(1, 2, 3, 4, 5, 6), ("device",), ttl_s=1000.0))
+    w.cache.tick()
+    assert w.now(lease).state is IntentState.HELD
+    w.quiet()
+    w.transport.faults = 0.0
+    assert (w.now(lease).state, w.now(lease).reason) == (IntentState.FAILED, "a copy of what it held failed")
+    w.quiet()
+    assert w.device.available == w.setup.device_pages, "nobody keeps what was never copied"
+    w.end()

@@ -31,8 +31,8 @@ from tests.warm import Forked, program
 
 PAGE = 16
 DEVICE_TOKENS = 2048
-SMALL: dict[str, Any] = {"max-total-tokens": 720, "schedule-conservativeness": 0.05}
-FEW = SMALL | {"max-total-tokens": 640}
+SMALL: dict[str, Any] = {"max-total-tokens": 450, "schedule-conservativeness": 0.05}
+FEW = SMALL | {"max-total-tokens": 420}
 # On a CPU a request has one state, so pages are of one token.
 ONE_STATE = {"page-size": 1, "disable-overlap-schedule": True, "max-mamba-cache-size": 24}
 STATES = ONE_STATE | {"max-running-requests": 4}

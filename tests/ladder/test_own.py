@@ -20,6 +20,7 @@ def test_every_arm_answers_as_transformers_does(family: str, tmp_path: Path) -> 
     climb = Climb(Own(), family, tmp_path, NEEDLES, is_quick=True)
     for row in climbed(climb):
         assert_right(row)
+    assert climb.preempted > 0
     judge = Reference.load(climb.model)
     judge.judge(climb.prompts, [answer["tokens"] for answer in climb.expected]).assert_holds()
 

@@ -97,7 +97,7 @@ KINDS = {
 
 
 @pytest.mark.long(20)
-@pytest.mark.timeout(450)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("family", KINDS)
 def test_two_ranks_with_a_share_of_each_state_or_window(family: str, tmp_path: Path) -> None:
     path = tmp_path / "model"

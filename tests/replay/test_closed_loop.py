@@ -93,12 +93,11 @@ def test_alone_and_with_room_an_agent_waits_for_what_is_new() -> None:
 
 
 @seeded
-@pytest.mark.parametrize("seed", seeds(4))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_nobody_waits_past_its_deadline_but_for_want_of_pages(seed: int) -> None:
-    """Or a chunk, which is not taken back: no page is free while whoever has them is answered."""
+    """As long at most as whoever was next had none: whoever has them is answered."""
     found = play(agents_of(seed, count=14), "cached", SMALL)
-    longest_answer_s = 900 / SERVER.decode_rate
-    assert (found.wait_s - found.due_s).max() <= longest_answer_s + 8192 / 5000 + 1
+    assert (found.wait_s - found.due_s - found.short_s).max() <= 1e-5
 
 
 def test_sessions_are_told_by_their_prefixes_where_nobody_names_them() -> None:

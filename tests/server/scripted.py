@@ -10,7 +10,7 @@ from fastapi import FastAPI
 
 from hiradix.apps.engine.api import (
     FINISH_ABORT,
-    Conversation,
+    ChatPrompt,
     EngineInfo,
     Output,
     RequestError,
@@ -67,7 +67,7 @@ class CharTokenizer:
     def decode_all(self, token_ids: Sequence[int]) -> str:
         return "".join(map(chr, token_ids))
 
-    def apply_chat(self, conversation: Conversation, context_length: int | None = None) -> list[int]:
+    def apply_chat(self, conversation: ChatPrompt, context_length: int | None = None) -> list[int]:
         messages = conversation.messages
         if messages[0]["role"] == "assistant":
             raise RequestError("messages: the chat template refused them: starts with assistant")

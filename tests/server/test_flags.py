@@ -111,7 +111,9 @@ def test_defaults_of_the_flags_are_those_of_the_configurations(model: str) -> No
     cache = HiCacheConfig(page_size=1, served_model_name=model)
     engine = EngineConfig(model, cache=cache, model_name=model)
     found = parse(model)
-    assert found == ServeConfig(engine, model, pages=found.pages)  # those of the address
+    folder = Path(model).name
+    expected = ServeConfig(engine, model, pages=found.pages, other_names=(folder,))  # those of the address
+    assert found == expected
     on = parse(model, "--enable-hicache", "--page-size", "64")
     config = HiCacheConfig(enable_hierarchical_cache=True, served_model_name=model)
     assert on.engine == EngineConfig(model, cache=config, model_name=model)

@@ -63,13 +63,15 @@ class Play:
 
     def generate(
         self, prompts: list[list[int]], max_tokens: int = 8, salt: str | None = None,
-        lora: dict[str, Any] | None = None,
+        lora: dict[str, Any] | None = None, wishes: Any = None,
     ) -> Any:  # fmt: skip
         """Greedy answers: tokens, the most likely tokens' log probabilities at each, cached prompt tokens."""
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
 
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=TOP)
+        if wishes is not None:
+            params.extra_args = {"kv_transfer_params": {"hiradix": wishes}}
         extra = {} if salt is None else {"cache_salt": salt}
         asked = [{"prompt_token_ids": prompt, **extra} for prompt in prompts]
         adapter = None if lora is None else LoRARequest(**lora)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hiradix.policy.admission_controller import session_name
 from tests.vllm.lone_scheduler import Lone
 from tests.vllm.test_host import conversation
 
@@ -213,7 +213,7 @@ def test_blocks_of_a_session_that_left_are_evicted_first(ours: Any) -> None:
         return int(scheduler._device.find(asked))
 
     def leave(name: str) -> int:
-        return int(scheduler._idle.leave(json.dumps(["", name])))
+        return int(scheduler._idle.leave(session_name("", name)))
 
     assert [there(name) for name in "abc"] == [25, 25, 25]
     assert leave("b") == 0  # there are empty ones

@@ -14,6 +14,7 @@ from hiradix.adapters.admin import PATH, AdminCalls, AdminServer
 from hiradix.adapters.vllm.orders import StorageSwitched
 from hiradix.config import ExtraConfig
 from hiradix.errors import ConfigError
+from hiradix.intents.http import IntentApi
 from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy
 from hiradix.storage.attach.rules import AttachRules, Prepared, parse_rule
 from tests.vllm_roles.mini_vllm import MiniVLLM, S, World
@@ -228,3 +229,36 @@ def test_storage_comes_and_goes_between_steps() -> None:
     vllm.add(request("d", 3, first=40))
     vllm.drain()
     assert vllm.hit_tokens == 3 * S and vllm.role.prefetch_figures.read == 3
+
+
+# -- wishes -----------------------------------------------------------------------------------
+
+
+def test_wishes_are_answered_on_the_same_port_with_the_key_alone() -> None:
+    wished: list[object] = []
+
+    def ask(do: Any) -> Any:
+        wished.append(do)
+        raise TimeoutError("no turn")
+
+    for key, codes in ((KEY, (503, 401)), (None, (403, 403))):
+        server = AdminServer(0, AdminCalls(api_key=key, intents=IntentApi(ask)))
+        try:
+            assert call(server, "GET", path="/hicache/tenants?all")[0] == codes[0]
+            assert call(server, "GET", path="/hicache/tenants", key="another")[0] == codes[1]
+            assert call(server, "POST", {}, path="/hicache/intents", key="another")[0] == codes[1]
+            assert call(server, "GET")[0] == 404, "no storage of this listener's"
+        finally:
+            server.close()
+    assert len(wished) == 1
+
+
+def test_a_bad_wish_says_which_field(server: AdminServer) -> None:
+    assert call(server, "GET", path="/hicache/intents")[0] == 404, "no wishes of this listener's"
+    other = AdminServer(0, AdminCalls(api_key=KEY, intents=IntentApi(lambda do: do(None))))
+    try:
+        status, answer = call(other, "POST", {"selector": {"tokens": ["x"]}}, path="/hicache/prefix/locate")
+        assert (status, answer["field"]) == (400, "selector.tokens")
+        assert call(other, "DELETE", path="/hicache/tenants")[0] == 405
+    finally:
+        other.close()

@@ -43,6 +43,7 @@ from hiradix.apps.engine.turns import Turns
 from hiradix.config import HiCacheConfig
 from hiradix.errors import Misuse
 from hiradix.events import KVEventsConfig, open_publisher
+from hiradix.intents.http import IntentApi, IntentReply
 from hiradix.memory import DevicePool
 from hiradix.policy.admission import make_admission
 from hiradix.policy.no_regret import NoRegret
@@ -96,6 +97,8 @@ class Engine:
         kinds = self._model.windows if self._model.states is None else self._model.states
         self._pools = build_pools(config, self._model.shape, kinds, self.context_length)
         self.cache: PrefixCache = self._build_cache(build_cache, group)
+        wishes = self.cache.cache.intents
+        self._intents = IntentApi(lambda ask: ask(wishes))
         self._wakeup = threading.Event()
         self.cache.set_wakeup(self._wakeup.set)
         limits = _limits(config, self._pools)
@@ -296,6 +299,11 @@ class Engine:
             self._scheduler.turns.session_ended(prompt_ids, scope)
         key = RadixKey(list(prompt_ids), scope.extra_key, cache_salt=scope.cache_salt)
         return self.cache.hint(key, scope.hint)
+
+    def answer_intent(self, method: str, path: str, body: str, asked_by: str) -> IntentReply:
+        """What a request to one of the paths of `hiradix.intents.http` is answered; its wish is applied with the
+        next step."""
+        return self._intents.answer(method, path, body.encode(), asked_by)
 
     def drain(self, timeout_s: float) -> bool:
         """Let transfers under way end; False if the deadline passed first."""

@@ -23,6 +23,7 @@ from hiradix.apps.engine.api import EngineConfig, Output, SamplingParams, Scope
 from hiradix.apps.engine.engine import Engine
 from hiradix.config import RANK_TIMEOUT_S, ExtraConfig, HiCacheConfig
 from hiradix.errors import CacheError, ConfigError
+from hiradix.intents.http import IntentReply
 from hiradix.transfer.process_group import Membership, ProcessGroup, RankLost
 
 logger = logging.getLogger(__name__)
@@ -79,6 +80,10 @@ class LeadingEngine(Engine):
         self._tell("hint", list(prompt_ids), asdict(scope))
         return super().hint(prompt_ids, scope)
 
+    def answer_intent(self, method: str, path: str, body: str, asked_by: str) -> IntentReply:
+        self._tell("answer_intent", method, path, body, asked_by)
+        return super().answer_intent(method, path, body, asked_by)
+
     def drain(self, timeout_s: float) -> bool:
         self._tell("drain", timeout_s)
         return super().drain(timeout_s)
@@ -102,6 +107,7 @@ def follow(engine: Engine, group: ProcessGroup) -> None:
         "abort": engine.abort, "step": engine.step, "flush": engine.flush,
         "attach_storage": engine.attach_storage, "detach_storage": engine.detach_storage,
         "clear_storage": engine.clear_storage, "drain": engine.drain,
+        "answer_intent": engine.answer_intent,
         "hint": lambda ids, scope: engine.hint(ids, Scope(**scope)),
     }  # fmt: skip
     while True:

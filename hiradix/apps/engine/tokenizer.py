@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hiradix.apps.engine.api import Conversation, RequestError
+from hiradix.apps.engine.api import ChatPrompt, RequestError
 from hiradix.apps.engine.chat_template import ChatTemplate, TemplateError
 from hiradix.apps.engine.grammar import Grammars
 from hiradix.apps.engine.token_bound import TokenBound
@@ -83,7 +83,7 @@ class Tokenizer:
         """The text of the chat template, "" where there is none."""
         return "" if self._template is None else self._template.template
 
-    def apply_chat(self, conversation: Conversation, context_length: int | None = None) -> list[int]:
+    def apply_chat(self, conversation: ChatPrompt, context_length: int | None = None) -> list[int]:
         """Token ids of a conversation; RequestError where the model has no chat template.
 
         The same where the text is none, as in `encode`, and where the template fails or does not end in time.

@@ -58,7 +58,8 @@ class ServerRates:
 
 @dataclass(slots=True)
 class AgentCall:
-    """A request from its arrival to its answer's end. remaining_s: of its service; None: it has not begun."""
+    """A request from its arrival to its answer's end. remaining_s: of its service; None: it has not begun.
+    short_s: seconds until it came in which whoever was next had no pages."""
 
     agent: int
     turn: int
@@ -69,6 +70,7 @@ class AgentCall:
     num_answer: int
     priced_at: int = -1
     price_s: float = 0.0
+    short_s: float = 0.0
     remaining_s: float | None = None
     lock: Lock | None = None
     done: Lock | None = None
@@ -77,17 +79,18 @@ class AgentCall:
 
 @dataclass
 class Answered:
-    """Per request in the order of first tokens: seconds waited and when each was due; tokens by tier.
+    """Per request in the order of first tokens: seconds waited, when each was due, and for how long of its wait
+    whoever was next had no pages; tokens by tier.
 
     decisions: a digest of who was served when and found what.
     """
 
     wait_s: npt.NDArray[np.float64]
     due_s: npt.NDArray[np.float64]
+    short_s: npt.NDArray[np.float64]
     prompt_tokens: int
     hit_tokens: dict[str, int]
     makespan_s: float
-    held_s: float
     decisions: str
 
     @property
@@ -124,15 +127,17 @@ class ClosedLoop:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._num_events = 0
         self._now_s = 0.0
-        self._is_busy = self._will_ask = False
+        self._is_busy = False
+        self._asked_again_s = 0.0
         self._waiting: dict[str, AgentCall] = {}
         self._ends: dict[str, RadixKey] = {}  # by session: its last prompt
         self._left: dict[str, None] = {}
         self._seen: set[int] = set()
-        self._waits: list[tuple[float, float]] = []
+        self._waits: list[tuple[float, float, float]] = []
+        self._short_s = 0.0  # how long whoever was next has had no pages
+        self._short_since_s: float | None = None
         self._hits = {"device": 0, "host": 0, "storage": 0}
         self._num_blocks = 0
-        self._held_s = 0.0
         self._digest = hashlib.sha256()
         self._refuse_too_long(tiers)
 
@@ -146,8 +151,8 @@ class ClosedLoop:
         return sum(len(agent.turns) for agent in self.agents)
 
     @property
-    def waits(self) -> list[tuple[float, float]]:
-        """Of each first token until now: seconds waited, and when it was due."""
+    def waits(self) -> list[tuple[float, float, float]]:
+        """Of each first token until now what `Answered` has: waited, due, short."""
         return self._waits
 
     def play(self, gives_up: Callable[[ClosedLoop], bool] | None = None) -> Answered:
@@ -167,10 +172,10 @@ class ClosedLoop:
         return self._answered()
 
     def _answered(self) -> Answered:
-        waits = np.array(self._waits, np.float64).reshape(-1, 2)
+        waits = np.array(self._waits, np.float64).reshape(-1, 3)
         hits = {tier: count * BLOCK for tier, count in self._hits.items()}
         return Answered(
-            waits[:, 0], waits[:, 1], self._num_blocks * BLOCK, hits, self._now_s, self._held_s,
+            waits[:, 0], waits[:, 1], waits[:, 2], self._num_blocks * BLOCK, hits, self._now_s,
             self._digest.hexdigest(),
         )  # fmt: skip
 
@@ -190,14 +195,17 @@ class ClosedLoop:
         self._controller.add(rid, num_tokens, _answer_blocks(what) * BLOCK, **said)
         session = self._controller.session_of(rid)
         self._waiting[rid] = AgentCall(
-            agent, turn, what, session, self._now_s, RadixKey(what.blocks), _answer_blocks(what)
-        )
+            agent, turn, what, session, self._now_s, RadixKey(what.blocks), _answer_blocks(what),
+            short_s=self._short_so_far_s,
+        )  # fmt: skip
 
     def _serve(self) -> None:
         """Give the server to whoever is next and has room; ask again later where nobody may go."""
+        self._short_s, self._short_since_s = self._short_so_far_s, None
         for rid in self._controller.order():
             call = self._waiting[rid]
             if call.remaining_s is None and not self._start(rid, call):
+                self._short_since_s = self._now_s
                 continue
             remaining_s = call.remaining_s or 0.0
             now_s = min(remaining_s, self.server.chunk_tokens / self.server.machine.prefill_rate)
@@ -205,13 +213,10 @@ class ClosedLoop:
             self._is_busy = True
             self._at(self._now_s + now_s, partial(self._served, rid, call, now_s))
             return
-        if not self._will_ask:
-            self._will_ask = True
-            self._at(self._now_s + ASK_AGAIN_S, self._ask_again)
-
-    def _ask_again(self) -> None:
-        self._will_ask = False
-        self._held_s += 0.0 if self._is_busy else ASK_AGAIN_S
+        next_s = min(self._now_s + ASK_AGAIN_S, self.policy.next_due_s)
+        if next_s < self._asked_again_s or self._asked_again_s <= self._now_s:
+            self._asked_again_s = next_s
+            self._at(next_s, lambda: None)
 
     def _served(self, rid: str, call: AgentCall, seconds: float) -> None:
         """A chunk was computed; with the last one the first token is there."""
@@ -222,7 +227,7 @@ class ClosedLoop:
         del self._waiting[rid]
         due_s = self.policy.waiting[rid].deadline_s - call.arrived_s
         self._controller.first_token(rid)
-        self._waits.append((self._now_s - call.arrived_s, due_s))
+        self._waits.append((self._now_s - call.arrived_s, due_s, self._short_so_far_s - call.short_s))
         self._share(call)
         self._at(
             self._now_s + call.what.output_tokens / self.server.decode_rate, partial(self._end, rid, call)
@@ -238,6 +243,11 @@ class ClosedLoop:
         elif not self._is_anonymous:
             self._controller.forget(call.session)
             self._note_left()
+
+    @property
+    def _short_so_far_s(self) -> float:
+        since_s = self._short_since_s
+        return self._short_s + (0.0 if since_s is None else self._now_s - since_s)
 
     # -- the cache --------------------------------------------------------------------------
 

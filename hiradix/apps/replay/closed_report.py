@@ -64,7 +64,7 @@ class Late:
     def gives_up(self, loop: ClosedLoop) -> bool:
         new = loop.waits[self.num_seen :]
         self.num_seen += len(new)
-        self.num_late += sum(wait_s > self.p95_s for wait_s, _ in new)
+        self.num_late += sum(wait_s > self.p95_s for wait_s, _, _ in new)
         most = loop.num_turns - floor(
             0.95 * (loop.num_turns - 1)
         )  # so many late ones are on both sides of p95

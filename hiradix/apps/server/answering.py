@@ -15,8 +15,16 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Send
 from starlette.types import Scope as ConnectionScope
 
-from hiradix.apps.engine.api import Conversation, EngineBusy, RequestError, SamplingParams, Usage
-from hiradix.apps.server.asked import MOST_ANSWERS, Answer, Asked, Piece, PieceReader, Tally, ToolUse
+from hiradix.apps.engine.api import ChatPrompt, EngineBusy, RequestError, SamplingParams, Usage
+from hiradix.apps.server.api_request import (
+    MOST_ANSWERS,
+    ApiRequest,
+    Piece,
+    PieceReader,
+    Tally,
+    ToolUse,
+    WholeAnswer,
+)
 from hiradix.apps.server.auth import caller_of
 from hiradix.apps.server.bounded_executor import BoundedExecutor
 from hiradix.apps.server.errors import ApiError
@@ -37,7 +45,7 @@ GRAMMAR_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class AnswerJob:
     """A checked request: what the engine runs and how the answer is shown. Its body is not kept."""
 
     generations: Sequence[Generation]
@@ -108,23 +116,23 @@ class Answering:
         except (OverflowError, ValueError, TypeError, IndexError) as error:
             raise ApiError(f"tokens: {error}", param="tokens") from error
 
-    def conversation(self, messages: Sequence[Json], tools: Sequence[Json] = (), **more: Any) -> Conversation:
+    def conversation(self, messages: Sequence[Json], tools: Sequence[Json] = (), **more: Any) -> ChatPrompt:
         """What the chat template is rendered with; tools in words where it has no place for them."""
         if not self._has_tools and (tools or any(_is_of_tools(message) for message in messages)):
-            return Conversation(described(messages, tools), **more)
-        return Conversation(messages, tools, **more)
+            return ChatPrompt(described(messages, tools), **more)
+        return ChatPrompt(messages, tools, **more)
 
     # -- tokens -----------------------------------------------------------------------------
 
     async def token_ids(
         self,
-        prompt: str | Sequence[int] | Conversation,
+        prompt: str | Sequence[int] | ChatPrompt,
         field: str,
         most: int | None,
         add_special_tokens: bool = True,
     ) -> Sequence[int]:
         """Token ids of a prompt; `most`: the context, where one that does not fit is to be refused."""
-        if isinstance(prompt, Conversation):
+        if isinstance(prompt, ChatPrompt):
             num_chars = prompt.num_chars
             return await self._encode(lambda tokenizer: tokenizer.apply_chat(prompt, most), field, num_chars)
         if isinstance(prompt, str):
@@ -148,15 +156,15 @@ class Answering:
             raise api_error(error, field) from error
 
     async def job(
-        self, asked: Asked, request_id: str, renderer: Callable[[Sequence[Generation]], Renderer]
-    ) -> Job:
+        self, asked: ApiRequest, request_id: str, renderer: Callable[[Sequence[Generation]], Renderer]
+    ) -> AnswerJob:
         """The request as it runs. ApiError."""
         generations = await self._generations(asked, request_id)
-        return Job(
+        return AnswerJob(
             generations, renderer(generations), asked.field, asked.tools, asked.num_answers, asked.is_streamed
         )
 
-    async def _generations(self, asked: Asked, request_id: str) -> list[Generation]:
+    async def _generations(self, asked: ApiRequest, request_id: str) -> list[Generation]:
         """What the engine is asked: the prompts in order, each as often as it has answers."""
         context, params = self.service.context_length, await self._params(asked)
         if len(asked.prompts) * asked.num_answers > MOST_ANSWERS:
@@ -174,7 +182,7 @@ class Answering:
                 found.append(Generation(rid, ids, own, asked.scope))
         return found
 
-    async def _params(self, asked: Asked) -> SamplingParams:
+    async def _params(self, asked: ApiRequest) -> SamplingParams:
         form = asked.form
         if form is None:
             return asked.params
@@ -194,7 +202,7 @@ class Answering:
 
     # -- answers ----------------------------------------------------------------------------
 
-    async def answer(self, request: Request, job: Job) -> Response:
+    async def answer(self, request: Request, job: AnswerJob) -> Response:
         """The response, whole or as events."""
         renderer = job.renderer
         run = Run(self.service, job.generations, request, job.field, self._metrics.observed, job.num_answers)
@@ -212,10 +220,10 @@ class Answering:
         raise AssertionError("the stack suppresses nothing")
 
     async def _whole(self, pieces: AsyncIterator[Piece], tally: Tally, renderer: Renderer) -> Response:
-        answers: dict[int, Answer] = {}
+        answers: dict[int, WholeAnswer] = {}
         async for piece in pieces:
             tally.note(piece)
-            answers.setdefault(piece.index, Answer(piece.index)).add(piece)
+            answers.setdefault(piece.index, WholeAnswer(piece.index)).add(piece)
         ordered = [answers[index] for index in sorted(answers)]
         shown = [item for one in ordered for item in (*one.logprobs, *one.prompt_logprobs)]
         make = partial(_response, renderer, ordered, tally.usage)
@@ -228,11 +236,11 @@ def _is_of_tools(message: Json) -> bool:
     return message["role"] == "tool" or bool(message.get("tool_calls"))
 
 
-def _response(renderer: Renderer, answers: list[Answer], usage: Usage) -> Response:
+def _response(renderer: Renderer, answers: list[WholeAnswer], usage: Usage) -> Response:
     return JSONResponse(renderer.whole(answers, usage))
 
 
-async def _pieces(run: Run, job: Job) -> AsyncIterator[Piece]:
+async def _pieces(run: Run, job: AnswerJob) -> AsyncIterator[Piece]:
     readers = [PieceReader(index, job.tools) for index in range(len(job.generations))]
     async for index, output in run:
         yield readers[index].read(output)

@@ -23,6 +23,8 @@ from hiradix.apps.server.dialects.anthropic import Anthropic, anthropic_error
 from hiradix.apps.server.dialects.responses import Responses
 from hiradix.apps.server.dialects.tokens import TokenEndpoints
 from hiradix.apps.server.errors import ApiError
+from hiradix.apps.server.intents import IntentEndpoints
+from hiradix.apps.server.logs import RequestIds
 from hiradix.apps.server.metrics import RequestMetrics
 from hiradix.apps.server.openai import OpenAI
 from hiradix.apps.server.service import Service, Snapshot
@@ -163,6 +165,8 @@ def create_app(service: Service, settings: AppSettings) -> FastAPI:
     for endpoints in (OpenAI, Anthropic, Responses, TokenEndpoints):
         app.include_router(endpoints(answering).router)
     app.include_router(admin.router)
+    app.include_router(IntentEndpoints(service, answering).router)
+    app.include_router(metrics.explanations.router)
     app.include_router(Information(service, settings, admin, metrics).router)
     add_docs(app)
     app.add_exception_handler(ApiError, _api_error)
@@ -171,6 +175,7 @@ def create_app(service: Service, settings: AppSettings) -> FastAPI:
         app.add_exception_handler(unavailable, _no_engine)
     app.state.key_ring = KeyRing(settings.keys)
     app.add_middleware(AuthMiddleware, ring=app.state.key_ring, pages=settings.pages)
+    app.add_middleware(RequestIds)
     if settings.pages.origins:
         app.add_middleware(
             CORSMiddleware,

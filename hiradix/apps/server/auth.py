@@ -37,6 +37,13 @@ LEVELS = {
     "/hicache/storage-backend/clear": Level.ADMIN_REQUIRED,
     "/clear_hicache_storage_backend": Level.ADMIN_REQUIRED,
 }
+LEVELS_BELOW = {
+    "/explain": Level.ADMIN_OPTIONAL,
+    "/hicache/intents": Level.ADMIN_REQUIRED,
+    "/hicache/prefix": Level.ADMIN_REQUIRED,
+    "/hicache/tenants": Level.ADMIN_REQUIRED,
+}
+"""Of these paths and of all below them."""
 OPEN_PREFIXES = ("/health", "/ready", "/metrics")
 PROBES = ("/health", "/ready")
 """Say no more than that somebody listens: load balancers ask for them by any name."""
@@ -124,6 +131,14 @@ class KeyRing:
         return hmac.digest(self._secret, key, "sha256")
 
 
+def level_of(path: str) -> Level:
+    """The access that `path` requires."""
+    for above, level in LEVELS_BELOW.items():
+        if path == above or path.startswith(above + "/"):
+            return level
+    return LEVELS.get(path, Level.NORMAL)
+
+
 def check(ring: KeyRing, scope: Scope, pages: Allowed = ANY_PAGE) -> JSONResponse | None:
     """None when the request may pass, else the answer that refuses it; `caller_of` says whose it is.
 
@@ -134,7 +149,7 @@ def check(ring: KeyRing, scope: Scope, pages: Allowed = ANY_PAGE) -> JSONRespons
         return None
     if scope["method"] == "OPTIONS" or path.startswith(OPEN_PREFIXES):
         return _of_page(pages, scope)
-    level = LEVELS.get(path, Level.NORMAL)
+    level = level_of(path)
     authorization = _authorization(scope)
     is_admin = ring.is_admin(authorization)
     if level in (Level.NORMAL, Level.HINT):

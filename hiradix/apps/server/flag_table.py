@@ -108,6 +108,8 @@ _SERVER: tuple[Flag, ...] = (
           metavar="RULE"),
     _flag("log_level", Type.TEXT, "info", "Verbosity of the log.",
           choices=("debug", "info", "warning", "error")),
+    _flag("log_format", Type.TEXT, "text", "Lines of the log: text, or a JSON object each.",
+          choices=("text", "json")),
     _flag("keep_alive_timeout", Type.SECONDS, 75.0,
           "Seconds that a connection without a request is kept after an answer.",
           minimum=1, maximum=MAX_KEEP_ALIVE_S,

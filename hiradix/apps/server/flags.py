@@ -62,6 +62,7 @@ class ServeConfig:
     host: str = setting_of_flag("--host").default
     port: int = setting_of_flag("--port").default
     log_level: str = setting_of_flag("--log-level").default
+    log_format: str = setting_of_flag("--log-format").default
     shutdown_timeout_s: float = setting_of_flag("--shutdown-timeout").default
     keep_alive_s: float = setting_of_flag("--keep-alive-timeout").default
     pages: Allowed = Allowed()
@@ -239,6 +240,7 @@ def _serve_config(found: Resolved) -> ServeConfig:
         host=host,
         port=found["port"],
         log_level=found["log_level"],
+        log_format=found["log_format"],
         shutdown_timeout_s=found["shutdown_timeout"],
         keep_alive_s=found["keep_alive_timeout"],
         pages=allowed(host, found["allowed_hosts"], found["allowed_origins"]),

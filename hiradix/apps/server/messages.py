@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 
 from hiradix.apps.engine import grammar as forms
 from hiradix.apps.server.answering import Answering
-from hiradix.apps.server.asked import AnswerForm, ToolUse
+from hiradix.apps.server.api_request import AnswerForm, ToolUse
 from hiradix.apps.server.errors import ApiError
 from hiradix.apps.server.schema import StrictBody
 from hiradix.apps.server.tools import calls_rules

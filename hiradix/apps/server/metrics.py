@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from hiradix.apps.engine.api import Output
 from hiradix.apps.server.errors import ApiError
+from hiradix.apps.server.explanations import Explanations
 from hiradix.apps.server.generation import ClientGone
 from hiradix.apps.server.refusals import REFUSALS
 from hiradix.apps.server.service import Snapshot, TransferReport
@@ -244,6 +245,10 @@ class RequestMetrics:
         self._prompt = self._counter("sglang:prompt_tokens", "Prompt tokens.")
         self._generated = self._counter("sglang:generation_tokens", "Generated tokens.")
         self._cached = self._counter("sglang:cached_tokens", "Prompt tokens reused.", ["cache_source"])
+        self._computed = self._counter(
+            "hiradix:computed_tokens", "Prompt tokens that were computed, by why.", ["reason"]
+        )
+        self.explanations = Explanations()
         self._ttft = self._histogram(
             "sglang:time_to_first_token_seconds", "Time to first token.", TTFT_BUCKETS_S
         )
@@ -294,6 +299,10 @@ class RequestMetrics:
         }
         for source, count in sources.items():
             self._cached.labels(*labels, source).inc(count)
+        if usage.explanation is not None:
+            self.explanations.keep(usage.explanation)
+            for reason, count in usage.explanation.tokens_by_reason().items():
+                self._computed.labels(*labels, reason).inc(count)
         self._tally.prompt += usage.prompt_tokens
         self._tally.cached += usage.cached_tokens
 

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from hiradix.apps.server.answering import Answering, Job, new_id
+from hiradix.apps.server.answering import Answering, AnswerJob, new_id
 from hiradix.apps.server.auth import caller_of
 from hiradix.apps.server.dialects.chat import ChatBody, ChatRenderer
 from hiradix.apps.server.dialects.completions import CompletionBody, CompletionRenderer
@@ -48,7 +48,7 @@ class OpenAI:
         """POST /v1/completions."""
         return await self._answering.answer(request, await self._completion_job(request))
 
-    async def _completion_job(self, request: Request) -> Job:
+    async def _completion_job(self, request: Request) -> AnswerJob:
         answering = self._answering
         with answering.intake.body() as share:
             body = await read_body(request, CompletionBody, share, COMPLETIONS)
@@ -63,7 +63,7 @@ class OpenAI:
         """POST /v1/chat/completions."""
         return await self._answering.answer(request, await self._chat_job(request))
 
-    async def _chat_job(self, request: Request) -> Job:
+    async def _chat_job(self, request: Request) -> AnswerJob:
         answering = self._answering
         with answering.intake.body() as share:
             body = await read_body(request, ChatBody, share, CHAT)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hiradix.apps.engine.api import TokenLogprob, Usage
-from hiradix.apps.server.asked import Answer, Piece
+from hiradix.apps.server.api_request import Piece, WholeAnswer
 from hiradix.apps.server.errors import ApiError
 
 TokenText = Callable[[int], str]
@@ -89,7 +89,7 @@ def _ranked(item: TokenLogprob, text_of: TokenText) -> Json:
 class Renderer:
     """One shape of answers, of one request; each dialect has one. Events are as they are sent."""
 
-    def whole(self, answers: Sequence[Answer], usage: Usage) -> Json:
+    def whole(self, answers: Sequence[WholeAnswer], usage: Usage) -> Json:
         """The body of an answer that is not streamed."""
         raise NotImplementedError
 

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from hiradix.apps.engine import grammar as forms
 from hiradix.apps.engine.api import RequestError, SamplingParams, Scope
-from hiradix.apps.server.asked import AnswerForm
+from hiradix.apps.server.api_request import AnswerForm
 from hiradix.apps.server.errors import ApiError
 from hiradix.apps.server.generation import api_error
 from hiradix.apps.server.schema import NOBODYS, AddressedBody, Name, Owner, StopText, StrictBody

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from hiradix.apps.engine.api import EngineConfig
 from hiradix.apps.server.flags import ServeConfig, make_parser, parse_serve_args, tenants_of
+from hiradix.apps.server.logs import set_up
 from hiradix.config import EXTRA_CONFIG_FLAG
 from hiradix.errors import CacheError, ConfigError
 from hiradix.sources import placed
@@ -96,7 +97,7 @@ def serve(arguments: Sequence[str]) -> int:
     try:
         config = parse_serve_args(arguments)
         places = config.places
-        logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+        set_up(config.log_level, config.log_format)
         with _stop_on_signals():
             listener = bind(config.host, config.port)
             with contextlib.closing(listener):

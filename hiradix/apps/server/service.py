@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from hiradix.apps.engine.api import Conversation, EngineInfo, Output, SamplingParams, Scope
+from hiradix.apps.engine.api import ChatPrompt, EngineInfo, Output, SamplingParams, Scope
+from hiradix.intents.http import IntentReply
 
 NO_HOST_TIER = "Hierarchical cache is not enabled."
 
@@ -125,7 +126,7 @@ class TokenizerLike(Protocol):
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """The text of some tokens, special ones shown."""
 
-    def apply_chat(self, conversation: Conversation, context_length: int | None = None) -> list[int]:
+    def apply_chat(self, conversation: ChatPrompt, context_length: int | None = None) -> list[int]:
         """Token ids of a conversation; RequestError if it cannot be rendered or fit."""
 
     def token_text(self, token_id: int) -> str:
@@ -165,6 +166,10 @@ class Service(Protocol):
 
     async def hint(self, prompt_ids: Sequence[int], scope: Scope) -> int:
         """Tell the eviction policy `scope.hint` of a conversation; its cached tokens."""
+
+    async def answer_intent(self, method: str, path: str, body: str, asked_by: str) -> IntentReply:
+        """What a path of `hiradix.intents.http` answers; TimeoutError where the engine has no turn for it."""
+        ...
 
     async def snapshot(self) -> Snapshot:
         """The current figures; TimeoutError when the engine does not answer in time."""

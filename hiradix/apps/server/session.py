@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hiradix.apps.engine.api import Conversation, Scope
+from hiradix.apps.engine.api import ChatPrompt, Scope
 from hiradix.apps.server.answering import Answering
 from hiradix.apps.server.errors import ApiError
 from hiradix.apps.server.messages import Messages, Tools, plain_messages
@@ -26,7 +26,7 @@ class SessionBody(AddressedBody):
             raise ApiError("messages: send either messages or prompt", param="messages")
         return Scope(*self.namespace(owner), hint=hint, session=self.session_id or session)
 
-    def conversation(self, answering: Answering) -> Conversation:
+    def conversation(self, answering: Answering) -> ChatPrompt:
         """What its tokens are made of. ApiError."""
         tools = [tool.plain() for tool in self.tools or ()]
         kwargs = self.chat_template_kwargs or {}

@@ -23,6 +23,7 @@ from hiradix.intents.limits import IntentLimits
 from hiradix.tree import BACKBONE, DEVICE, HOST, Lock, Node, RadixKey, Tier
 
 NEEDED: Final = "a request needed the room"
+SPOILT: Final = "a copy of what it held failed"
 
 
 class Lease(Job):
@@ -59,6 +60,8 @@ class Lease(Job):
         if self.is_held:
             if self.is_over:
                 self.end(IntentState.EXPIRED)
+            elif any(self._planner.is_spoilt(lock.node) for lock in self.locks):
+                self.end(IntentState.FAILED, SPOILT)
             return
         for arrival in self._arrivals:
             arrival.advance(self._book.most_pages(self, arrival.key))

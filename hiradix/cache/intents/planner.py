@@ -70,6 +70,10 @@ class Planner:
         """Whether what `node` has may be served: it is neither on its way nor what a failed copy left."""
         return True
 
+    def is_spoilt(self, node: Node) -> bool:
+        """Whether the path of `node` has what a failed copy left, which goes when nothing locks it."""
+        return False
+
     def load(self, node: Node) -> bool:
         """Order what the device lacks of the path to `node`. False: it cannot be, or is not worth it."""
         return False
@@ -161,6 +165,9 @@ class LocalPlanner(Planner):
     def is_good(self, node: Node) -> bool:
         return self._load_back is None or not self._load_back.has_failed(node)
 
+    def is_spoilt(self, node: Node) -> bool:
+        return self._load_back is not None and self._load_back.has_failed_on(node)
+
     def load(self, node: Node) -> bool:
         if self._load_back is None or self._load_back.load(node) is None:
             return False
@@ -215,3 +222,6 @@ class HostPlanner(Planner):
 
     def is_good(self, node: Node) -> bool:
         return self._index.has_ready(node)
+
+    def is_spoilt(self, node: Node) -> bool:
+        return self._index.has_lost_on(node)

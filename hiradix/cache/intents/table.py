@@ -165,11 +165,13 @@ class Intents:
             job.begin()
 
     def expire(self) -> None:
-        """End leases whose time has come: also where room is made between two ticks. O(leases)."""
+        """End leases whose time has come, or whose pages are spoilt: also where room is made between two ticks.
+        O(leases)."""
         if not self._is_applying:
             for lease in list(self.book.leases.values()):
-                if lease.is_held and lease.is_over:
+                if lease.is_held:
                     lease.advance()
+                if not lease.is_open:
                     self._close(lease)
 
     def count_use(self, node: Node) -> None:
@@ -329,15 +331,21 @@ class Intents:
         found = []
         for tenant, (device, host) in used.items():
             leases = [lease for lease in self.book.leases.values() if lease.intent.asked_by == tenant]
-            held = {
-                name: planner.amount(self.book.held(tier, tenant)).bytes
-                for name, tier in TIERS_BY_NAME.items()
-            }
+            held, budget = {}, {}
+            for name in planner.tiers:
+                tier = TIERS_BY_NAME[name]
+                held[name] = planner.amount(self.book.held(tier, tenant)).bytes
+                budget[name] = planner.amount(self.book.caps(tier, tenant)).bytes
             saved = sum(job.saved_tokens for job in self._jobs.values() if job.intent.asked_by == tenant)
             own = TenantUse(
-                tenant, planner.amount(device).bytes, planner.amount(host).bytes, held_bytes=held,
-                num_leases=len(leases), saved_tokens=saved,
-            )  # fmt: skip
+                tenant,
+                planner.amount(device).bytes,
+                planner.amount(host).bytes,
+                held_bytes=held,
+                budget_bytes=budget,
+                num_leases=len(leases),
+                saved_tokens=saved,
+            )
             found.append(own)
         return sorted(found, key=lambda one: (-one.device_bytes - one.host_bytes, one.tenant))
 

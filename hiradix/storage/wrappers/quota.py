@@ -30,8 +30,8 @@ from hiradix.storage.wrappers.wrapper import Wrapper
 
 logger = logging.getLogger(__name__)
 
-SHOWN_TENANTS = 16
-"""The tenants with the most bytes have a figure each in the statistics."""
+SHOWN_TENANTS, SHOWN_CHARS = 16, 12
+"""The tenants with the most bytes have a figure each in the statistics, named by so much of their account."""
 MAX_USES = 1 << 14
 """Reads remembered until somebody has to leave."""
 MOMENT_NS = 1_000_000_000
@@ -230,7 +230,7 @@ class QuotaStorage(Wrapper):
         num_tenants, largest = self._largest
         with self._lock:
             counts = dict(self._counts)
-        shown = {f"quota_used_bytes_{name[:12]}": float(size) for name, size in largest}
+        shown = {f"quota_used_bytes_{name[:SHOWN_CHARS]}": float(size) for name, size in largest}
         return {"quota_tenants": num_tenants, **shown, **counts}
 
     # -- inside -------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""APIs that clients speak, a file each: a body becomes an `Asked`, answers become what the client expects."""
+"""APIs that clients speak, a file each: a body becomes an `ApiRequest`, and answers what the client expects."""

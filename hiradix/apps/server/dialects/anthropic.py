@@ -17,14 +17,14 @@ from starlette.responses import Response
 from hiradix.apps.engine.api import (
     FINISH_LENGTH,
     FINISH_TOOL,
-    Conversation,
+    ChatPrompt,
     RequestError,
     SamplingParams,
     Scope,
     Usage,
 )
-from hiradix.apps.server.answering import Answering, Job, new_id
-from hiradix.apps.server.asked import Answer, Asked, Piece
+from hiradix.apps.server.answering import Answering, AnswerJob, new_id
+from hiradix.apps.server.api_request import ApiRequest, Piece, WholeAnswer
 from hiradix.apps.server.errors import ApiError
 from hiradix.apps.server.fields import MESSAGES
 from hiradix.apps.server.generation import api_error
@@ -126,8 +126,10 @@ class AnthropicMessage(StrictBody):
         """How many `cache_control` it has."""
         if isinstance(self.content, str):
             return 0
-        inner = [part for block in self.content if isinstance(block.content, list) for part in block.content]
-        return sum(one.cache_control is not None for one in (*self.content, *inner))
+        own: list[Any] = list(self.content)
+        for block in self.content:
+            own += block.content if isinstance(block.content, list) else ()
+        return sum(one.cache_control is not None for one in own)
 
 
 class AnthropicTool(StrictBody):
@@ -165,11 +167,11 @@ class CountBody(AddressedBody):
     tool_choice: AnthropicChoice | None = None
     cache_control: CacheControl | None = None
 
-    def conversation(self, answering: Answering) -> Conversation:
+    def conversation(self, answering: Answering) -> ChatPrompt:
         """What its tokens are made of; an assistant's message at the end is gone on with. ApiError."""
         if self.num_marks > MOST_MARKS:
-            message = f"cache_control: {self.num_marks} marks, at most {MOST_MARKS} are taken"
-            raise ApiError(message, param="cache_control")
+            told = f"cache_control: {self.num_marks} marks, at most {MOST_MARKS} are taken"
+            raise ApiError(told, param="cache_control")
         system = self.system or ""
         text = system if isinstance(system, str) else "".join(part.text for part in system)
         plain: list[Json] = [{"role": "system", "content": text}] if text else []
@@ -192,7 +194,7 @@ class CountBody(AddressedBody):
     def num_marks(self) -> int:
         """How many `cache_control` it has."""
         system = self.system if isinstance(self.system, list) else []
-        own = [*system, *(self.tools or ()), self]
+        own: list[Any] = [*system, *(self.tools or ()), self]
         return sum(one.cache_control is not None for one in own) + sum(one.marks for one in self.messages)
 
 
@@ -208,7 +210,7 @@ class MessagesBody(CountBody):
     session_id: Name | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
 
-    def asked(self, answering: Answering, owner: Owner, session: str) -> Asked:
+    def asked(self, answering: Answering, owner: Owner, session: str) -> ApiRequest:
         """The request. ApiError."""
         asked = self.tool_choice or AnthropicChoice(type="auto")
         choices: dict[str, Any] = {"auto": "auto", "any": "required", "none": "none"}
@@ -232,7 +234,7 @@ class MessagesBody(CountBody):
             )
         except RequestError as error:
             raise api_error(error, "body") from error
-        return Asked(
+        return ApiRequest(
             prompts=[self.conversation(answering)],
             field="messages",
             params=params,
@@ -261,7 +263,7 @@ class AnthropicRenderer(Renderer):
         self._kind = ""
         self._last: Piece | None = None
 
-    def whole(self, answers: Sequence[Answer], usage: Usage) -> Json:
+    def whole(self, answers: Sequence[WholeAnswer], usage: Usage) -> Json:
         """The body."""
         [answer] = answers
         content: list[Json] = [{"type": "text", "text": answer.text}] if answer.text else []
@@ -377,7 +379,7 @@ class Anthropic:
         """POST /v1/messages."""
         return await self._answering.answer(request, await self._job(request))
 
-    async def _job(self, request: Request) -> Job:
+    async def _job(self, request: Request) -> AnswerJob:
         answering = self._answering
         with answering.intake.body() as share:
             body = await read_body(request, MessagesBody, share, MESSAGES)

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from hiradix.apps.engine.api import RequestError, TokenLogprob, Usage
 from hiradix.apps.server.answering import Answering
-from hiradix.apps.server.asked import Answer, Asked, Piece
+from hiradix.apps.server.api_request import ApiRequest, Piece, WholeAnswer
 from hiradix.apps.server.errors import ApiError
 from hiradix.apps.server.generation import api_error
 from hiradix.apps.server.messages import Choice, Messages, Tools, answer_form, plain_messages, tool_use
@@ -60,7 +60,7 @@ class ChatBody(GenerationBody):
             raise ApiError("max_tokens: must be at least 1", param="max_tokens")
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    def asked(self, answering: Answering, owner: Owner, session: str) -> Asked:
+    def asked(self, answering: Answering, owner: Owner, session: str) -> ApiRequest:
         """The request. ApiError."""
         if self.echo:
             raise ApiError("echo: send continue_final_message, or use completions", param="echo")
@@ -82,7 +82,7 @@ class ChatBody(GenerationBody):
             )  # fmt: skip
         except RequestError as error:
             raise api_error(error, "messages") from error
-        return Asked(
+        return ApiRequest(
             prompts=[conversation],
             field="messages",
             params=self.sampling(limit, logprobs, **more),
@@ -111,7 +111,7 @@ class ChatRenderer(Renderer):
             for index in range(self._num_answers)
         ]
 
-    def whole(self, answers: Sequence[Answer], usage: Usage) -> Json:
+    def whole(self, answers: Sequence[WholeAnswer], usage: Usage) -> Json:
         """The body."""
         choices = []
         for one in answers:

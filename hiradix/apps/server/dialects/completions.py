@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from hiradix.apps.engine.api import TokenLogprob, Usage
-from hiradix.apps.server.asked import Answer, Asked, Piece
+from hiradix.apps.server.api_request import ApiRequest, Piece, WholeAnswer
 from hiradix.apps.server.errors import ApiError
 from hiradix.apps.server.render import (
     DONE,
@@ -53,7 +53,7 @@ class CompletionBody(GenerationBody):
         sent = [prompt if isinstance(prompt, str) else None for prompt in self.prompts()]
         return Echo([one for one in sent for _ in range(self.n or 1)], decode)
 
-    def asked(self, owner: Owner, session: str) -> Asked:
+    def asked(self, owner: Owner, session: str) -> ApiRequest:
         """The request. ApiError."""
         limit = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
         if limit == 0 and not self.echo:
@@ -61,7 +61,7 @@ class CompletionBody(GenerationBody):
         of_prompt = self.prompt_logprobs
         if self.echo and self.logprobs is not None and of_prompt is None:
             of_prompt = self.logprobs
-        return Asked(
+        return ApiRequest(
             prompts=self.prompts(),
             field="prompt",
             params=self.sampling(limit, self.logprobs, prompt_logprobs=of_prompt),
@@ -116,7 +116,7 @@ class CompletionRenderer(Renderer):
         self._offsets: dict[int, int] = {}
         self._shown: set[int] = set()
 
-    def whole(self, answers: Sequence[Answer], usage: Usage) -> Json:
+    def whole(self, answers: Sequence[WholeAnswer], usage: Usage) -> Json:
         """The body."""
         choices = []
         for one in answers:

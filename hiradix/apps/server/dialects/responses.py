@@ -16,8 +16,8 @@ from pydantic import BeforeValidator, Field
 from starlette.responses import Response
 
 from hiradix.apps.engine.api import FINISH_LENGTH, RequestError, SamplingParams, Scope, Usage
-from hiradix.apps.server.answering import Answering, Job, new_id
-from hiradix.apps.server.asked import Answer, AnswerForm, Asked, Call, Piece
+from hiradix.apps.server.answering import Answering, AnswerJob, new_id
+from hiradix.apps.server.api_request import AnswerForm, ApiRequest, MadeCall, Piece, WholeAnswer
 from hiradix.apps.server.errors import ApiError
 from hiradix.apps.server.fields import RESPONSES
 from hiradix.apps.server.generation import api_error
@@ -164,7 +164,7 @@ class ResponsesBody(AddressedBody):
                 found.append({"role": "tool", "tool_call_id": call_id, "content": output})
         return found
 
-    def asked(self, answering: Answering, owner: Owner, session: str) -> Asked:
+    def asked(self, answering: Answering, owner: Owner, session: str) -> ApiRequest:
         """The request. ApiError."""
         tools = [tool.plain() for tool in self.tools or ()]
         choice: Any = self.tool_choice
@@ -187,7 +187,7 @@ class ResponsesBody(AddressedBody):
             conversation = answering.conversation(self.messages(), tools)
         except RequestError as error:
             raise api_error(error, "input") from error
-        return Asked(
+        return ApiRequest(
             prompts=[conversation],
             field="input",
             params=params,
@@ -217,7 +217,7 @@ class ResponsesRenderer(Renderer):
         self._call: Json | None = None
         self._finish_reason: str | None = None
 
-    def whole(self, answers: Sequence[Answer], usage: Usage) -> Json:
+    def whole(self, answers: Sequence[WholeAnswer], usage: Usage) -> Json:
         """The body."""
         [answer] = answers
         output = [_message(answer.text)] if answer.text or not answer.calls else []
@@ -239,7 +239,7 @@ class ResponsesRenderer(Renderer):
                 continue
             if delta.name:
                 found += self._end_item()
-                self._call = _call(Call(delta.id, delta.name, ""))
+                self._call = _call(MadeCall(delta.id, delta.name, ""))
                 found.append(self._added({**self._call, "status": "in_progress"}))
             if delta.arguments and self._call is not None:
                 self._call["arguments"] += delta.arguments
@@ -323,7 +323,7 @@ def _message(text: str) -> Json:
             "content": [part]}  # fmt: skip
 
 
-def _call(call: Call) -> Json:
+def _call(call: MadeCall) -> Json:
     return {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "status": "completed",
             "call_id": call.id, "name": call.name, "arguments": call.arguments}  # fmt: skip
 
@@ -340,7 +340,7 @@ class Responses:
         """POST /v1/responses."""
         return await self._answering.answer(request, await self._job(request))
 
-    async def _job(self, request: Request) -> Job:
+    async def _job(self, request: Request) -> AnswerJob:
         answering = self._answering
         with answering.intake.body() as share:
             body = await read_body(request, ResponsesBody, share, RESPONSES)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request
 from pydantic import Field
 
-from hiradix.apps.engine.api import Conversation, RequestError
+from hiradix.apps.engine.api import ChatPrompt, RequestError
 from hiradix.apps.server.answering import Answering
 from hiradix.apps.server.errors import ApiError
 from hiradix.apps.server.generation import api_error
@@ -31,7 +31,7 @@ class TokenizeBody(StrictBody):
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
-    def asked(self, answering: Answering) -> str | Conversation:
+    def asked(self, answering: Answering) -> str | ChatPrompt:
         """What is to be tokenised. ApiError."""
         if (self.prompt is None) == (self.messages is None):
             raise ApiError("prompt: send either prompt or messages", param="prompt")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from hiradix.apps.engine.api import (
     FINISH_STOP,
     FINISH_TOOL,
-    Conversation,
+    ChatPrompt,
     Output,
     SamplingParams,
     Scope,
@@ -44,14 +44,14 @@ class AnswerForm:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ApiRequest:
     """One request, of any dialect.
 
     field: of the body, with the prompts; params.max_new_tokens counts where `limit` is one. form: what the
     answer must match.
     """
 
-    prompts: Sequence[str | Sequence[int] | Conversation]
+    prompts: Sequence[str | Sequence[int] | ChatPrompt]
     field: str
     params: SamplingParams
     limit: int | None
@@ -75,7 +75,7 @@ class Piece:
 
 
 @dataclass(slots=True)
-class Call:
+class MadeCall:
     """A tool call of an answer; arguments are JSON."""
 
     id: str
@@ -84,12 +84,12 @@ class Call:
 
 
 @dataclass(slots=True)
-class Answer:
+class WholeAnswer:
     """One whole answer."""
 
     index: int
     text: str = ""
-    calls: list[Call] = field(default_factory=list)
+    calls: list[MadeCall] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
@@ -104,7 +104,7 @@ class Answer:
             if isinstance(delta, TextDelta):
                 self.text += delta.text
             elif delta.name:
-                self.calls.append(Call(delta.id, delta.name, delta.arguments))
+                self.calls.append(MadeCall(delta.id, delta.name, delta.arguments))
             else:
                 self.calls[delta.index].arguments += delta.arguments
         self.token_ids += output.token_ids
