@@ -17,9 +17,14 @@ from hiradix.config import ExtraConfig, HiCacheConfig
 from hiradix.errors import StorageError
 from hiradix.intents import IntentState, Receipt, Selector
 from hiradix.memory import DevicePool, KVShape, ReqToTokenPool, SlotAllocator
-from hiradix.prefix_cache import CacheInitParams, InsertParams, MatchPrefixParams
-from hiradix.prefix_cache.cache import PrefixCache
-from hiradix.prefix_cache.factory import ModelIdentity, build_prefix_cache
+from hiradix.prefix_cache import (
+    CacheInitParams,
+    InsertParams,
+    MatchPrefixParams,
+    ModelIdentity,
+    PrefixCache,
+    build_prefix_cache,
+)
 from hiradix.tree import RadixKey, RadixTree
 from hiradix.tree.hashing import hash_pages
 

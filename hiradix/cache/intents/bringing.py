@@ -8,7 +8,7 @@ from typing import Final
 
 from hiradix.cache.in_flight import InFlightJob
 from hiradix.cache.intents.arrival import Arrival
-from hiradix.cache.intents.job import Job
+from hiradix.cache.intents.job import IntentJob
 from hiradix.cache.intents.planner import Planner
 from hiradix.cache.intents.selection import ends_of, keys_of
 from hiradix.cache.intents.sessions import Sessions
@@ -23,7 +23,7 @@ MAX_PATHS: Final = 32  # of one wish that are on their way to storage at once
 MAX_ORDERS: Final = 4  # of copies and backups for one path
 
 
-class Warming(Job):
+class Warming(IntentJob):
     """Bring to the host: from storage, or down from the device."""
 
     def __init__(
@@ -228,7 +228,7 @@ class _Path:
         return not self._waits
 
 
-class Persisting(Job):
+class Persisting(IntentJob):
     """Bring to storage: what the host has, and what the device alone has by way of the host."""
 
     def __init__(

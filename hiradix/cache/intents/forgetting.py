@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from hiradix.cache.in_flight import InFlightJob
-from hiradix.cache.intents.job import Job
+from hiradix.cache.intents.job import IntentJob
 from hiradix.cache.intents.leases import LeaseBook
 from hiradix.cache.intents.planner import TIERS_BY_NAME, Planner
 from hiradix.cache.intents.removals import Branch, Removal, branch_of
@@ -42,7 +42,7 @@ class Deletion(InFlightJob):
         self.wish.deleted(result)
 
 
-class Forgetting(Job):
+class Forgetting(IntentJob):
     """One forget. end_others(removal): ends what goes back for it, of those who may not hold on."""
 
     def __init__(
@@ -166,7 +166,7 @@ class Forgetting(Job):
         )
         return nodes.intersection(held)
 
-    def may_end(self, other: Job) -> bool:
+    def may_end(self, other: IntentJob) -> bool:
         """Whether this wish goes before `other`: the operator's before all, a tenant's before his own."""
         return self.intent.asked_by in (OPERATOR, other.intent.asked_by)
 

@@ -11,7 +11,7 @@ from hiradix.intents.limits import IntentLimits
 from hiradix.tree import Node
 
 
-class Job(ABC):
+class IntentJob(ABC):
     """One wish, from when it was accepted to when its receipt is forgotten.
 
     deadline_s: when what is running ends at the latest; of a lease in force, when that ends. nodes: whose use is

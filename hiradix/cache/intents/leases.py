@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from hiradix.cache.intents.arrival import Arrival
-from hiradix.cache.intents.job import Job
+from hiradix.cache.intents.job import IntentJob
 from hiradix.cache.intents.planner import TIERS_BY_NAME, Planner
 from hiradix.cache.intents.selection import keys_of
 from hiradix.cache.intents.sessions import Sessions
@@ -26,7 +26,7 @@ NEEDED: Final = "a request needed the room"
 SPOILT: Final = "a copy of what it held failed"
 
 
-class Lease(Job):
+class Lease(IntentJob):
     """One hold. locks: what it keeps, since it is in force. tier: where. ends_s: when it ends then."""
 
     def __init__(

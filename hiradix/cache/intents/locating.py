@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hiradix.cache.in_flight import InFlightJob
 from hiradix.cache.intents.extents import found_of_nodes, found_of_prefix
-from hiradix.cache.intents.job import Job
+from hiradix.cache.intents.job import IntentJob
 from hiradix.cache.intents.planner import Planner
 from hiradix.cache.intents.selection import nodes_of
 from hiradix.cache.intents.sessions import Sessions
@@ -27,7 +27,7 @@ class Lookup(InFlightJob):
         self.wish.answered(result)
 
 
-class Locating(Job):
+class Locating(IntentJob):
     """One locate. The tree is looked at when it is made, storage is asked when it is applied."""
 
     def __init__(

@@ -14,7 +14,7 @@ from typing import Final
 from hiradix.cache.intents.bringing import Copying, Persisting, Warming
 from hiradix.cache.intents.extents import common_end
 from hiradix.cache.intents.forgetting import Forgetting
-from hiradix.cache.intents.job import Job
+from hiradix.cache.intents.job import IntentJob
 from hiradix.cache.intents.leases import NEEDED, Lease, LeaseBook
 from hiradix.cache.intents.locating import Locating
 from hiradix.cache.intents.planner import TIERS_BY_NAME, Planner
@@ -54,14 +54,14 @@ class Intents:
         self.book = LeaseBook(planner, self.limits)
         self.sessions = Sessions(planner.tree, self.limits.max_sessions)
         self._other_stores = other_stores
-        self._jobs: OrderedDict[int, Job] = OrderedDict()  # open and ended, oldest first
-        self._open: dict[int, Job] = {}
+        self._jobs: OrderedDict[int, IntentJob] = OrderedDict()  # open and ended, oldest first
+        self._open: dict[int, IntentJob] = {}
         self._renewals: list[tuple[Lease, Intent]] = []
         self._last_id = 0
         self._ended: dict[tuple[str, str], int] = {}
         self._forgotten: dict[str, int] = {}
         self._saved_tokens = 0
-        self._warmed: deque[Job] = deque(maxlen=MAX_WARMED)
+        self._warmed: deque[IntentJob] = deque(maxlen=MAX_WARMED)
         self._is_applying = False
 
     # -- what callers do ----------------------------------------------------------------
@@ -152,7 +152,7 @@ class Intents:
             if not job.is_open:
                 self._close(job)
 
-    def _begin(self, job: Job) -> None:
+    def _begin(self, job: IntentJob) -> None:
         forgets = [
             other for other in self._open.values() if isinstance(other, Forgetting) and other is not job
         ]
@@ -268,7 +268,7 @@ class Intents:
                     return lease
         return None
 
-    def _make(self, number: int, intent: Intent) -> Job:
+    def _make(self, number: int, intent: Intent) -> IntentJob:
         planner, limits, sessions = self.planner, self.limits, self.sessions
         if intent.verb is Verb.LOCATE:
             return Locating(number, intent, planner, limits, sessions)
@@ -293,13 +293,13 @@ class Intents:
             if isinstance(job, (Lease, Warming, Persisting)) and self._is_covered(job, removal):
                 job.end(IntentState.CANCELLED, why)
 
-    def _is_covered(self, job: Job, removal: Removal) -> bool:
+    def _is_covered(self, job: IntentJob, removal: Removal) -> bool:
         key = job.intent.selector.key
         if key is not None and removal.covers(key):
             return True
         return any(removal.owns(node) is not None for node in list(job.nodes()))
 
-    def _close(self, job: Job) -> None:
+    def _close(self, job: IntentJob) -> None:
         """A wish has ended: its receipt is kept for a while."""
         if self._open.pop(job.id, None) is None:
             return
