@@ -111,7 +111,8 @@ def test_defaults_of_the_flags_are_those_of_the_configurations(model: str) -> No
     cache = HiCacheConfig(page_size=1, served_model_name=model)
     engine = EngineConfig(model, cache=cache, model_name=model)
     found = parse(model)
-    assert found == ServeConfig(engine, model, pages=found.pages)  # those of the address
+    known = {"pages": found.pages, "other_names": found.other_names}  # those of the address and of the folder
+    assert found == ServeConfig(engine, model, **known)  # type: ignore[arg-type]
     on = parse(model, "--enable-hicache", "--page-size", "64")
     config = HiCacheConfig(enable_hierarchical_cache=True, served_model_name=model)
     assert on.engine == EngineConfig(model, cache=config, model_name=model)
