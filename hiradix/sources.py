@@ -30,16 +30,18 @@ CONFIG = Setting(
 OTHER_VARIABLES = frozenset(
     PREFIX + name
     for name in (
-        "ALL_CLIENTS ATTACH_CYCLES ATTACK_SECONDS ATTACK_SEED BENCH_ALL BENCH_POLICY BROKEN CACHE_SEEDS COMPILE "
-        "COMPILED COMPILE_LEVEL COMPONENT_RUNS CRASH_RUNS DIFFERENTIAL_SEEDS EVENT_RUNS EXECUTOR_MOVES FAULTS "
-        "FAULT_RUNS GPU_TESTS_ON JUDGING LIVES RANKS_BUDGET_S RANKS_FULL RANKS_SEEDS SECONDS SEED SIM_OPS "
-        "SIM_SECONDS SIM_SEED STORAGE_FAULTS TREE_EXAMPLES TREE_RUNS"
+        "ALL_CLIENTS ATTACH_CYCLES ATTACK_SECONDS ATTACK_SEED BENCH_ALL BENCH_POLICY BROKEN "
+        "CACHE_SEEDS COMPILE COMPILED COMPILE_LEVEL COMPONENT_RUNS CRASH_RUNS DIFFERENTIAL_SEEDS "
+        "EVENT_RUNS EXECUTOR_MOVES FAULTS FAULT_RUNS GPU_TESTS_ON INTENT_MOVES JUDGING LADDER_FAULT "
+        "LIVES RANKS_BUDGET_S RANKS_FULL RANKS_SEEDS SECONDS SEED SIM_OPS SIM_SECONDS SIM_SEED "
+        "STORAGE_FAULTS TREE_EXAMPLES TREE_RUNS "
     ).split()
 )
-"""Variables of the build, the tests and the benchmarks."""
+"""Variables of the build, the tests and the benchmarks; those that begin with HIRADIX_TEST_ are, too."""
 _KUBERNETES = re.compile(
     rf"{PREFIX}(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
 )
+_OF_TESTS = f"{PREFIX}TEST_"
 _NEARLY = 0.85  # alike, of a name that is a slip of another; what settings have in common is less
 _KUBERNETES_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
 
@@ -206,7 +208,7 @@ def _read_environment(
     known = {*OTHER_VARIABLES, *(PREFIX + name.upper() for name in others)}
     for name in sorted(name for name in environment if name.startswith(PREFIX)):
         value = environment[name]
-        if _is_of_kubernetes(name, value):
+        if name.startswith(_OF_TESTS) or _is_of_kubernetes(name, value):
             continue
         if name in variables:
             one = variables[name]
