@@ -107,11 +107,16 @@ class HierarchicalCache:
         self._removals = Removals(tree)
         if host is not None:
             self._build_lower_tiers(host, agree)
+        self.intents = self._make_intents(intents)
+
+    def _make_intents(self, limits: IntentLimits | None) -> Intents:
+        """Over the tiers there are. A method of its own: where they were just set to None, the compiled form
+        takes them for None."""
         planner = LocalPlanner(
             self.supply, self.in_flight, self._removals, self._clock, self.controller, self.write_through,
             self._load_back, self.prefetcher,
         )  # fmt: skip
-        self.intents = Intents(planner, intents, self._other_stores)
+        return Intents(planner, limits, self._other_stores)
 
     def _build_lower_tiers(self, host: HostTier, agree: Agree | None) -> None:
         share: Share = lambda source: source  # noqa: E731

@@ -70,8 +70,7 @@ class Front(BasePrefixCache):  # type: ignore[misc]
     # -- sizes and texts ----------------------------------------------------------------
 
     def evictable_size(self) -> int:
-        num_tokens: int = self._tree.evictable_pages(DEVICE) * self.page_size
-        return num_tokens
+        return self.inner.full_evictable_size()
 
     def full_evictable_size(self) -> int:
         return self.inner.full_evictable_size()
