@@ -104,7 +104,13 @@ class NoReuse:
     def evictable_size(self) -> int:
         return 0
 
+    def full_evictable_size(self) -> int:
+        return 0
+
     def protected_size(self) -> int:
+        return 0
+
+    def full_protected_size(self) -> int:
         return 0
 
     def total_size(self) -> int:
