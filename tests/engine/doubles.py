@@ -113,6 +113,9 @@ class NoReuse:
     def full_protected_size(self) -> int:
         return 0
 
+    def explain(self, *_: object) -> None:
+        """Nothing is remembered."""
+
     def total_size(self) -> int:
         return 0
 
