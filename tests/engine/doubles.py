@@ -104,8 +104,17 @@ class NoReuse:
     def evictable_size(self) -> int:
         return 0
 
+    def full_evictable_size(self) -> int:
+        return 0
+
     def protected_size(self) -> int:
         return 0
+
+    def full_protected_size(self) -> int:
+        return 0
+
+    def explain(self, *_: object) -> None:
+        """Nothing is remembered."""
 
     def total_size(self) -> int:
         return 0
