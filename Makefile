@@ -8,6 +8,8 @@
 # make test-kernels  the Triton kernels in the interpreter (slow, own lane)
 # make test-faults   a million simulated moves under faults, then kill -9, abort storms, storage that misbehaves
 #                    and damaged pages on real servers; HIRADIX_SIM_OPS=10000000, HIRADIX_FAULT_RUNS=100 for more
+# make test-executors  MOVES=1000000 moves of seeded lives over each executor, for all kinds of attention, every page's
+#                    bytes compared; `make test` plays 10,000 (a quarter of an hour)
 # make test-mutants  known bugs and generated mutants planted in a copy, a few of each, the same every time: what sees them,
 #                    and what survives (a minute and a half; `python -m tests.mutants` for all)
 # make test-compiled the tests of tree, cache and transfers on the compiled form
@@ -79,7 +81,7 @@ READY := $(INSTALLED)
 endif
 
 .PHONY: help .venv demo lint docs compiled clean \
-	explore test test-kernels test-faults test-mutants test-compiled test-differential test-storage test-sglang test-vllm test-bench test-scale \
+	explore test test-kernels test-faults test-executors test-mutants test-compiled test-differential test-storage test-sglang test-vllm test-bench test-scale \
 	test-gpu sglang-venv vllm-venv \
 	bench-gpu bench-tree bench-transfer bench-storage bench-storage-remote bench-quantise bench-canary bench-policy \
 	bench-agents bench-agents-live bench-agents-vllm bench-waiting bench-sglang bench-vllm bench-serve certify ladder
@@ -140,6 +142,11 @@ test-faults: $(READY)
 	HIRADIX_CHECK=1 HIRADIX_RANKS_FULL=1 HIRADIX_RANKS_SEEDS=$${HIRADIX_RANKS_SEEDS:-90} \
 	  $(PY) -m pytest -q -n $(JOBS) --maxschedchunk 1 tests/simulation tests/faults \
 	  tests/ranks/test_simulated.py tests/ranks/test_processes.py $(PYTEST_FLAGS)
+
+# Its sample is in `make test`.
+MOVES ?= 1000000
+test-executors: $(READY)
+	HIRADIX_EXECUTOR_MOVES=$(MOVES) $(PY) -m pytest -q -n $(JOBS) --maxschedchunk 1 --timeout 7200 tests/executors $(PYTEST_FLAGS)
 
 # The peer runs in a process of its own. HIRADIX_DIFFERENTIAL_SEEDS=200 for ten times as many streams.
 test-differential: $(READY)

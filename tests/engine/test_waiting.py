@@ -12,6 +12,7 @@ import pytest
 from hiradix.apps.engine import Engine, SamplingParams
 from hiradix.config import parse_extra_config
 from hiradix.prefix_cache import build_prefix_cache
+from hiradix.transfer import JobKind
 from tests.cache.nothing_held import NothingHeld
 from tests.engine.checkpoints import Reference, prompts
 from tests.engine.conftest import MakeEngine
@@ -95,6 +96,19 @@ def test_what_waits_keeps_what_was_fetched_for_it(restart: MakeEngine, llama: Re
         used, fetched = check(engine, llama, asked, at_once)
         assert used >= 0.95 * fresh and fetched <= 1.1 * used, (at_once, used, fetched, fresh)
         engine.close()
+
+
+def test_what_many_requests_want_at_once_is_read_once(restart: MakeEngine, llama: Reference) -> None:
+    """Four equal requests of eight pages, and a system prompt of five with 64 clients."""
+    equal, system = prompts([8 * PAGE + 1, 5 * PAGE], seed=9)
+    clients = [[*system, *own] for own in prompts([20] * 64, seed=10)]
+    first = restart()
+    check(first, llama, [equal, [*system, 5]], 1)
+    first.close()
+    engine = restart()
+    for asked, num_read in (([equal] * 4, 8), (clients, 8 + 5)):
+        check(engine, llama, asked, len(asked))
+        assert engine.cache.controller.stats().kinds[JobKind.READ].num_pages == num_read
 
 
 def test_it_is_the_holding_that_does_it(

@@ -6,31 +6,31 @@ tests.
 
 Both compute the same numbers for a position (see `FakeRequest.number`), check each number before they read
 it, and give their pages the same bytes and names, so that either may find in storage what the other has put
-there.
+there. Both do so for all kinds of attention: full, with sliding windows beside it, with recurrent states.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
-
-import torch
 
 from hiradix.adapters.vllm.requests import Tracked, track
 from hiradix.cache import CacheCounters, HierarchicalCache, HostTier
 from hiradix.cache.host_index import READY
+from hiradix.cache.pages import NO_PAGES, Pages
 from hiradix.errors import CacheError, StorageError
-from hiradix.memory import DevicePool, HostPool, KVShape
+from hiradix.memory import HostPool
 from hiradix.policy.eviction import make_order
 from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy
+from hiradix.policy.uses import Finished
 from hiradix.policy.write_policy import WritePolicy
-from hiradix.transfer import HiCacheController, Runtime, StepDriver, TransferLimits
-from hiradix.tree import DEVICE, HOST, Lock, RadixKey, RadixTree
+from hiradix.transfer import HiCacheController, PoolPair, Runtime, StepDriver, TransferLimits
+from hiradix.tree import DEVICE, FULL, HOST, Component, DeadLeaf, Lock, RadixKey, RadixTree
+from tests.executors.device_memory import StateMemory, TokenMemory
 from tests.transfer.doubles import PoisonedPages, loads_came
 from tests.vllm_roles.mini_vllm import (
-    DIM,
-    HEADS,
     LAYERS,
     FakeRequest,
     FakeStorage,
@@ -40,8 +40,9 @@ from tests.vllm_roles.mini_vllm import (
     World,
 )
 
-HostPage = tuple[RadixKey, int, bytes]
-"""A page of a prefix on the host: the prefix, the page's number in it, and what it holds."""
+HostPage = tuple[RadixKey, int, int, bytes]
+"""A page of a prefix on the host: the prefix, the page's number in it, its component, and what it holds. A
+record of states stands at the page that it follows."""
 
 
 class Engine(Protocol):
@@ -89,15 +90,17 @@ class Engine(Protocol):
     def counts(self) -> dict[str, int]: ...
 
 
-def of_tree(tree: RadixTree, pool: HostPool, is_ready: Any) -> Iterator[HostPage]:
-    """The host pages of a tree for which `is_ready`."""
+def of_tree(tree: RadixTree, hosts: Sequence[HostPool], is_ready: Any) -> Iterator[HostPage]:
+    """The host pages of a tree for which `is_ready(component, page)`."""
     for node in tree.nodes():
-        if node.host.pages is None:
-            continue
         key = tree.path_key(node)
-        for at, page in enumerate(node.host.pages.tolist(), node.start):
-            if is_ready(page):
-                yield key, at, b"".join(bytes(view) for view in pool.page_views(page))
+        for component, host in enumerate(hosts):
+            pages = node.residency(component, HOST).pages
+            if pages is None:
+                continue
+            for at, page in enumerate(pages.tolist(), node.end - len(pages)):
+                if is_ready(component, page):
+                    yield key, at, component, b"".join(bytes(view) for view in host.page_views(page))
 
 
 class VllmEngine(MiniVLLM):
@@ -125,7 +128,7 @@ class VllmEngine(MiniVLLM):
         self.ranks[0].driver.held ^= {worker}
 
     def fail_a_copy(self) -> None:
-        self.ranks[0].transports[0].fails = 1
+        self._rng.choice(self.ranks[0].transports).fails = 1
 
     def fault(self, mode: str) -> None:
         self.ranks[0].storage.fault = mode
@@ -143,13 +146,16 @@ class VllmEngine(MiniVLLM):
         self.role.check()
 
     def on_host(self) -> Iterator[HostPage]:
-        pool, (pages,) = self.ranks[0].role._controller._copies._pairs[0].host, self.index._pools
-        return of_tree(self.index.tree, pool, lambda page: pages.state[page] == READY)
+        hosts = [pair.host for pair in self.ranks[0].role._controller._copies._pairs]
+        pools = self.index._pools
+        return of_tree(self.index.tree, hosts, lambda c, page: pools[c].state[page] == READY)
 
     def drain(self) -> None:
         rank = self.ranks[0]
         rank.driver.held.clear()
-        rank.storage.fault, rank.transports[0].fails = "", 0
+        rank.storage.fault = ""
+        for transport in rank.transports:
+            transport.fails = 0
         super().drain()
 
     def counts(self) -> dict[str, int]:
@@ -158,9 +164,9 @@ class VllmEngine(MiniVLLM):
 
 class Served:
     """A request as the local engine runs it: the lock on what the tree has of it, and pages of its own
-    behind."""
+    behind, for each component of attention."""
 
-    def __init__(self, request: FakeRequest, tracked: Tracked, lock: Lock, pages: Any) -> None:
+    def __init__(self, request: FakeRequest, tracked: Tracked, lock: Lock, pages: list[Pages]) -> None:
         self.request = request
         self.tracked = tracked
         self.lock = lock
@@ -171,33 +177,37 @@ class LocalEngine:
     """One pass per step: admit, load back, wait for the layers, compute, give the tree what is new."""
 
     def __init__(self, world: World, store: dict[str, bytes], rng: random.Random) -> None:
-        self.world = world
+        self.world, self._rng = world, rng
         self.labels = {"": 0}
         self.driver = StepDriver(world.seed)
-        shape = KVShape(LAYERS, HEADS, DIM, DIM, torch.float64)
-        self._device_pool = DevicePool(shape, world.num_blocks, S)
-        self._host_pool = HostPool(shape, world.host_pages, S)
-        self._cells = [
-            (
-                self._device_pool.k_buffer[n].numpy().reshape(-1),
-                self._device_pool.v_buffer[n].numpy().reshape(-1),
-            )
-            for n in range(LAYERS)
-        ]
-        self._transport = FaultyTransport()
-        self._controller = HiCacheController(
-            self._device_pool,
-            self._host_pool,
-            transport=self._transport,
-            runtime=Runtime(self.driver, self.driver.now, TransferLimits(batch_pages=world.batch_pages)),
+        num_kinds = 1 + (world.window > 0) + world.states
+        own = replace(world, num_blocks=world.num_blocks // num_kinds)  # where vLLM has one pool for all
+        self._tokens = [TokenMemory(own, 0, None)]
+        kinds = [FULL]
+        if world.window:
+            self._tokens.append(TokenMemory(own, 1, world.window - 1))
+            kinds.append(Component("window", -(-(world.window - 1) // S)))
+        first = len(kinds)
+        self._states = {c: StateMemory(own, c) for c in range(first, first + world.states)}
+        kinds += [Component(f"state{n}", 1, per_page=False) for n in range(world.states)]
+        memories = [*self._tokens, *self._states.values()]
+        self._hosts = [memory.host for memory in memories]
+        self._transports = [FaultyTransport() for _ in memories]
+        self._controller = HiCacheController.over(
+            [
+                PoolPair(memory.device, memory.host, transport, range(c * LAYERS, (c + 1) * LAYERS))
+                for c, (memory, transport) in enumerate(zip(memories, self._transports, strict=True))
+            ],
+            Runtime(self.driver, self.driver.now, TransferLimits(batch_pages=world.batch_pages)),
         )
-        self._device = PoisonedPages(world.num_blocks, self._poison, 1)
+        self._device = [PoisonedPages(own.num_blocks, memory.poison, 1) for memory in memories]
         limits = PrefetchLimits(S, threshold_tokens=S, timeout_base_s=0.05)
+        dead_leaf = DeadLeaf.UNUSABLE if len(kinds) > 1 else DeadLeaf.KEEP
         self.cache = HierarchicalCache(
-            RadixTree(S, order=make_order(world.policy)),
+            RadixTree(S, tuple(kinds), order=make_order(world.policy), dead_leaf=dead_leaf),
             self._device,
             HostTier(
-                PoisonedPages(world.host_pages, self._poison_host),
+                [PoisonedPages(world.host_pages, self._poison_host(host)) for host in self._hosts],
                 self._controller,
                 WritePolicy.from_name(world.write_policy),
                 PrefetchPolicy.from_name(world.prefetch_policy, limits),
@@ -210,7 +220,7 @@ class LocalEngine:
         self._tracked: dict[FakeRequest, Tracked] = {}
         self._served: list[Served] = []
         self._gates: tuple[int, ...] = ()
-        self._store, self._label, self.storage = store, "", FakeStorage(store)
+        self._store, self._label, self.storage = store, "", FakeStorage(store, len(kinds))
         self.attach()
 
     @property
@@ -224,35 +234,40 @@ class LocalEngine:
 
     # -- pages ----------------------------------------------------------------------------
 
-    def _rows(self, page: int) -> slice:
-        return slice(page * S, (page + 1) * S)
+    def _poison_host(self, host: HostPool) -> Callable[[int], None]:
+        def poison(page: int) -> None:
+            for view in host.page_views(page):
+                view.cast("B")[:] = b"\xff" * view.nbytes
 
-    def _poison(self, page: int) -> None:
-        for k, v in self._cells:
-            k[self._rows(page)] = v[self._rows(page)] = -0.5
+        return poison
 
-    def _poison_host(self, page: int) -> None:
-        for view in self._host_pool.page_views(page):
-            view.cast("B")[:] = b"\xff" * view.nbytes
-
-    def _table(self, one: Served) -> list[int]:
-        return [*self.cache.tree.pages(one.lock.node, DEVICE).tolist(), *one.pages.tolist()]
+    def _table(self, one: Served, component: int, start: int) -> dict[int, int]:
+        """In which device page each page of the request's tokens lies, from page `start` on."""
+        node = one.lock.node
+        held = self.cache.tree.pages(node, DEVICE, min(start, node.end), component)
+        return dict(enumerate([*held.tolist(), *one.pages[component].tolist()], node.end - len(held)))
 
     def _read(self, one: Served, end: int) -> None:
-        """Look at every number up to position `end`."""
-        table = self._table(one)
-        for position in range(end):
-            row, number = table[position // S] * S + position % S, one.request.number(position)
-            for layer, (k, v) in enumerate(self._cells):
-                wrong = one.request.request_id, position, k[row], v[row]
-                assert k[row] == number + layer == -v[row], f"read of what is not theirs: {wrong}"
+        """Look at every number that the token at position `end` looks at."""
+        for component, memory in enumerate(self._tokens):
+            begin = 0 if memory.behind is None else max(0, end - memory.behind)
+            table = self._table(one, component, begin // S)
+            for position in range(begin, end):
+                whose = one.request.request_id, component, position
+                memory.check(table[position // S], position % S, one.request.number(position), whose)
+
+    def _read_states(self, one: Served) -> None:
+        """Look at the records that the request goes on from."""
+        node = one.lock.node
+        for component, memory in self._states.items() if node.end else ():
+            (slot,) = node.residency(component, DEVICE).pages.tolist()
+            memory.check(slot, one.request.number(node.end * S - 1), one.request.request_id)
 
     def _write(self, one: Served, start: int, end: int) -> None:
-        table = self._table(one)
-        for position in range(start, end):
-            row, number = table[position // S] * S + position % S, one.request.number(position)
-            for layer, (k, v) in enumerate(self._cells):
-                k[row], v[row] = number + layer, -(number + layer)
+        for component, memory in enumerate(self._tokens):
+            table = self._table(one, component, one.lock.node.end)
+            for position in range(start, end):
+                memory.write(table[position // S], position % S, one.request.number(position))
 
     # -- requests -------------------------------------------------------------------------
 
@@ -317,21 +332,26 @@ class LocalEngine:
         lock = cache.tree.lock(cache.match(key).device_node, DEVICE)
         last = max(request.num_tokens, request.num_prompt + request.max_tokens)
         need = -(-last // S) - lock.node.end
-        cache.make_room(need)
-        pages = self._device.alloc(need)
-        if pages is None:
-            cache.tree.unlock(lock)
-            return None
+        pages: list[Pages] = []
+        for component in range(len(self._tokens)):
+            cache.make_room(need, component)
+            own = self._device[component].alloc(need)
+            if own is None:
+                self._give_back(Served(request, tracked, lock, pages))
+                return None
+            pages.append(own)
         return Served(request, tracked, lock, pages)
 
     def _give_back(self, one: Served) -> None:
-        self._device.free(one.pages)
+        for pool, own in zip(self._device, one.pages, strict=False):  # as many as it has got
+            pool.free(own)
         self.cache.tree.unlock(one.lock)
 
     def _prefill(self, one: Served) -> None:
         request, start = one.request, one.lock.node.end * S
         request.weights = self.weights
         self._read(one, start)
+        self._read_states(one)
         self.hit_tokens += start
         self._write(one, start, request.num_tokens)
         self.cache.count_use(one.lock.node)
@@ -351,20 +371,39 @@ class LocalEngine:
         if request.num_tokens >= request.num_prompt + request.max_tokens:
             self._finish(one)
 
-    def _insert(self, one: Served, num_pages: int) -> None:
-        """Give the tree a request's first pages; where a failed load is in the way they stay its own."""
+    def _insert(self, one: Served, num_pages: int, ended: Finished | None = None) -> None:
+        """Give the tree a request's first pages; where a failed load is in the way they stay its own. ended: of
+        its last insert."""
         count = num_pages - one.lock.node.end
-        if count <= 0:
-            return
         before, key = one.lock, one.tracked.key(num_pages, S)
-        one.lock = self.cache.insert(key, one.pages[:count], at=before)
+        if count <= 0:
+            if ended is not None:
+                self.cache.finished(key, before.node, ended)
+            return
+        first, *windows = [own[:count] for own in one.pages]
+        records = [self._record(component, one, num_pages) for component in self._states]
+        one.lock = self.cache.insert(key, first, at=before, others=(*windows, *records), ended=ended)
         if one.lock.node.end == num_pages:
-            one.pages = one.pages[count:]
+            one.pages = [own[count:] for own in one.pages]
+        else:
+            for component, record in zip(self._states, records, strict=True):
+                self._device[component].free(record)
         self.cache.tree.unlock(before)
+
+    def _record(self, component: int, one: Served, num_pages: int) -> Pages:
+        """A slot with the state behind a request's first pages, or none where none can be had."""
+        self.cache.make_room(1, component)
+        slots = self._device[component].alloc(1)
+        if slots is None:
+            return NO_PAGES
+        self._states[component].write(int(slots[0]), one.request.number(num_pages * S - 1))
+        return slots
 
     def _finish(self, one: Served) -> None:
         self._served.remove(one)
-        self._insert(one, (one.request.num_tokens - 1) // S)
+        request = one.request
+        ended = Finished(request.num_prompt, request.num_tokens - request.num_prompt)
+        self._insert(one, (request.num_tokens - 1) // S, ended)
         self._give_back(one)
         self._end(one.request)
 
@@ -382,13 +421,13 @@ class LocalEngine:
         self.driver.held ^= {worker}
 
     def fail_a_copy(self) -> None:
-        self._transport.fails = 1
+        self._rng.choice(self._transports).fails = 1
 
     def fault(self, mode: str) -> None:
         self.storage.fault = mode
 
     def attach(self) -> None:
-        storage = FakeStorage(self._store, 1, self._label)
+        storage = FakeStorage(self._store, len(self._hosts), self._label)
         try:
             self.cache.attach_storage(storage)  # type: ignore[arg-type]
         except StorageError:
@@ -427,15 +466,17 @@ class LocalEngine:
 
     def check(self) -> None:
         self.cache.check()
-        held = sum(len(one.pages) for one in self._served)
+        held = sum(len(one.pages[0]) for one in self._served)
         self.cache.supply.check_conservation(held, self.cache.in_flight.num_owned)
 
     def on_host(self) -> Iterator[HostPage]:
-        return of_tree(self.cache.tree, self._host_pool, lambda page: True)
+        return of_tree(self.cache.tree, self._hosts, lambda component, page: True)
 
     def drain(self) -> None:
         self.driver.held.clear()
-        self.storage.fault, self._transport.fails = "", 0
+        self.storage.fault = ""
+        for transport in self._transports:
+            transport.fails = 0
         for _ in range(500):
             if not (self.waiting or self._served):
                 break
@@ -445,8 +486,11 @@ class LocalEngine:
         assert self.cache.drain(1000.0), self.cache.in_flight.tickets()
         self.check()
         tree: RadixTree = self.cache.tree
-        for tier in (DEVICE, HOST):
-            assert tree.protected_pages(tier) == 0, f"{tier.name}: something is locked"
+        for component, pool in enumerate(self._device):
+            for tier in (DEVICE, HOST):
+                assert tree.protected_pages(tier, component) == 0, f"{tier.name} {component}: locked"
+            resident = tree.resident_pages(DEVICE, component)
+            assert pool.available + resident == pool.num_pages, f"component {component} has lost pages"
         assert not self._tracked and not len(self._prefetcher)
 
     def counts(self) -> dict[str, int]:

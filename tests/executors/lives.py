@@ -16,6 +16,7 @@ import numpy as np
 
 from hiradix.tree import RadixKey
 from hiradix.tree.hashing import PageRows, hash_pages
+from tests.executors.device_memory import MARK, state_bytes
 from tests.executors.engines import Engine, LocalEngine, VllmEngine
 from tests.vllm_roles.mini_vllm import LAYERS, FakeLora, FakeRequest, S, World
 
@@ -31,16 +32,29 @@ MOVES = {
 LORA = FakeLora("l", "no/such")
 
 
-def drawn_world(rng: random.Random) -> World:
+KINDS: dict[str, Callable[[random.Random], tuple[int, int]]] = {  # the window, how many groups of states
+    "full": lambda rng: (0, 0),
+    "window": lambda rng: (rng.choice([5, 9]), 0),
+    "states": lambda rng: (0, rng.choice([1, 2])),
+    "both": lambda rng: (rng.choice([5, 9]), 1),
+}
+
+
+def drawn_world(rng: random.Random, attention: str) -> World:
+    """A configuration with attention of that kind."""
+    window, states = KINDS[attention](rng)
+    num_beside = (window > 0) + states
     return World(
-        num_blocks=rng.choice([12, 14, 24]),
+        num_blocks=rng.choice([12, 14, 24]) * (1 + num_beside),
         host_pages=rng.choice([3, 8, 30]),
-        load_async=rng.random() < 0.5,
+        window=window,
+        states=states,
+        load_async=num_beside > 0 or rng.random() < 0.5,
         budget=rng.choice([3, 9, 40]),
         max_running=rng.choice([1, 3, 6]),
         write_policy=rng.choice(["write_through", "write_through", "write_through_selective", "write_back"]),
         prefetch_policy=rng.choice(["best_effort", "timeout", "wait_complete"]),
-        prefix_cache=rng.random() < 0.6,
+        prefix_cache=num_beside == 0 and rng.random() < 0.6,
         batch_pages=rng.choice([1, 2, 128]),
         seed=rng.randrange(1 << 30),
         policy=rng.choice(["lru", "ghd", "2q"]),
@@ -52,10 +66,13 @@ def drawn_world(rng: random.Random) -> World:
 class Life:
     """One seed's moves on one engine, and on a second one over the same store."""
 
-    def __init__(self, kind: str, seed: int, store: dict[str, bytes] | None = None) -> None:
+    def __init__(
+        self, kind: str, seed: int, attention: str = "full", store: dict[str, bytes] | None = None
+    ) -> None:
         self.rng = random.Random(seed)
         self.store: dict[str, bytes] = {} if store is None else store
-        world = drawn_world(self.rng)
+        world = drawn_world(self.rng, attention)
+        self._first_state = 1 + (world.window > 0)
         self._make = ENGINES[kind], replace(world, write_policy=_possible(world))
         self.count = 0
         self.start()
@@ -138,9 +155,9 @@ class Life:
 
     def check_host(self) -> None:
         """Every page that a match may promise from the host holds the numbers of exactly its tokens."""
-        for key, page, data in self.engine.on_host():
+        for key, page, component, data in self.engine.on_host():
             whose = _request_of(key, self.engine.weights)
-            assert _numbers(data) == _wanted(whose, page), f"page {page} of {key} on the host"
+            self._check(data, whose, page, component, f"on the host, of {key}")
 
     def check_storage(self) -> None:
         """So does every page in storage, of the weights that its name stands for."""
@@ -148,15 +165,24 @@ class Life:
         for request in self.engine.done:
             wanted.update(_names(request))
         for name, data in self.store.items():
+            name, _, component = name.partition("@")
             label, digest = name[:-64], name[-64:]
             if label not in self.engine.labels:
                 continue  # of another engine over the same store
             request, page = wanted.get(digest, (None, 0))
             if request is not None:
                 whose = replace(request, weights=self.engine.labels[label], _numbers={})
-                assert _numbers(data) == _wanted(whose, page), (
-                    f"page {page} of {request.request_id} in storage"
-                )
+                self._check(data, whose, page, int(component or 0), f"in storage, of {request.request_id}")
+
+    def _check(self, data: bytes, whose: FakeRequest, page: int, component: int, where: str) -> None:
+        """Assert that `data` is what a component has for a page of these tokens: byte for byte, but for their
+        order, which is the pool's."""
+        if component >= self._first_state:
+            numbers = [whose.number((page + 1) * S - 1) + component * MARK + n for n in range(LAYERS)]
+            is_right = sorted(data) == sorted(b"".join(map(state_bytes, numbers)))
+        else:
+            is_right = _numbers(data) == _wanted(whose, page, component)
+        assert is_right, f"page {page} of component {component} {where}"
 
 
 def _possible(world: World) -> str:
@@ -181,9 +207,11 @@ def _numbers(data: bytes) -> list[float]:
     return sorted(np.frombuffer(data, np.float64).tolist())
 
 
-def _wanted(request: FakeRequest, page: int) -> list[float]:
-    """K and V of a page's positions in all layers."""
+def _wanted(request: FakeRequest, page: int, component: int) -> list[float]:
+    """K and V of a page's positions in all layers of a component."""
     numbers = [
-        request.number(at) + layer for at in range(page * S, (page + 1) * S) for layer in range(LAYERS)
+        request.number(at) + component * MARK + layer
+        for at in range(page * S, (page + 1) * S)
+        for layer in range(LAYERS)
     ]
     return sorted([*map(float, numbers), *(-float(number) for number in numbers)])
