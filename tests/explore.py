@@ -73,6 +73,8 @@ SUITES: Mapping[str, Suite] = {
             "tests/disk/test_states.py", "tests/disk/test_chains.py",
         ],
     ),
+    "intents": Suite(["tests/intents"]),
+    "explain": Suite(["tests/explain/test_departed.py"]),
     "memory": Suite(["tests/memory"]),
     "connector": Suite(["tests/vllm_roles", "tests/executors"]),
     "facade": Suite(["tests/prefix_cache", "tests/events", "tests/replay"], {"HIRADIX_EVENT_RUNS": "32"}),

@@ -140,7 +140,8 @@ class HierarchicalCache:
     def remember_departures(self, policy: str, num_names: int) -> None:
         """Explain misses from here on (see `misses`): remember what leaves, `num_names` pages of it at most.
         Before anything is in the tree. policy: the eviction policy's name."""
-        self.supply.departed = departed = Departed(self.tree, self._clock, num_names)
+        departed = Departed(self.tree, self._clock, num_names)
+        self.supply.remember(departed)
         self.misses = Misses(self.tree, departed, policy)
 
     @property

@@ -128,6 +128,10 @@ class PageSupply:
             getattr(pool, "pair", None) for pool in self.device_pools
         ]
 
+    def remember(self, departed: Departed) -> None:
+        """Have `departed` told why what leaves does so."""
+        self.departed = departed
+
     def leaving(self, reason: Reason) -> AbstractContextManager[None]:
         """What leaves the tree inside is remembered to have left for `reason`, not by eviction."""
         return nullcontext() if self.departed is None else self.departed.because(reason)

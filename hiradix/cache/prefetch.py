@@ -156,7 +156,7 @@ class Prefetcher:
         p = Prefetch(handle, key, asked, node.end, self._clock(), limit_s, node, had_end=node.end)
         p.num_adopted, p.withheld = self._num_adopted(), withheld
         self._waiting.add(p)
-        self.room.is_stale = True
+        self.room.may_have_changed()
         if not asked:
             p.phase, p.wants_hold = PrefetchPhase.DONE, True
             return False
@@ -177,7 +177,7 @@ class Prefetcher:
         """Set the order in which waiting requests will run, next first; those not named stand behind. Until the
         first call it is the order in which `progress` asks for them, else that of arrival."""
         if self._waiting.set_order(handles):
-            self.room.is_stale = True
+            self.room.may_have_changed()
 
     def progress(self, handle: Hashable) -> bool:
         """Whether the request may be scheduled, with whatever is in the tree by now."""
@@ -241,7 +241,7 @@ class Prefetcher:
             return
         self._report(p)
         self._waiting.remove(p)
-        self.room.is_stale = True
+        self.room.may_have_changed()
         if p.phase is PrefetchPhase.DONE:
             self.room.release(p)
         else:
@@ -328,7 +328,7 @@ class Prefetcher:
         other = p.waits_with
         if other is not self.room.lacking or other.phase is not PrefetchPhase.FOUND:
             return True
-        self.room.lacking, self.room.is_stale = None, True
+        self.room.try_again()
         wish = self._want(other)
         return (wish is None or self._begin(other, wish, is_part=True)) and p.phase is not PrefetchPhase.DONE
 
@@ -339,7 +339,8 @@ class Prefetcher:
             reason = "host_capacity" if p.phase is PrefetchPhase.FOUND else "deadline"
             found = 0 if p.hit is None else len(p.hit.hashes)
             self._supply.counters.miss(reason, found if p.phase is PrefetchPhase.FOUND else p.unread_pages)
-        p.is_wanted, self.room.is_stale = False, True
+        p.is_wanted = False
+        self.room.may_have_changed()
         self._drop_unwanted(p)
 
     def _drop_unwanted(self, p: Prefetch) -> None:
@@ -485,7 +486,8 @@ class Prefetcher:
         if p.is_measured:
             self.reads.no_regret.answered(query.asked, len(names) if is_read else 0, result.duration_s)
         if is_read:
-            p.hit, p.phase, self.room.is_stale = hit, PrefetchPhase.FOUND, True
+            p.hit, p.phase = hit, PrefetchPhase.FOUND
+            self.room.may_have_changed()
         else:
             self._finish(p)
 
@@ -519,7 +521,8 @@ class Prefetcher:
             raise Misuse(f"a prefetch ends with tickets {p.tickets} and {p.unread_pages} pages unread")
         if p.phase is PrefetchPhase.READ and p.hit is not None and p.end_page < p.hit.end:
             p.withheld = p.hit.end, Reason.STORAGE_FAILED if p.has_failed else Reason.DAMAGED
-        p.phase, self.room.is_stale = PrefetchPhase.DONE, True
+        p.phase = PrefetchPhase.DONE
+        self.room.may_have_changed()
         self._running.remove(p)
         if not self._waiting.has(p):
             self.room.release(p)
@@ -541,7 +544,8 @@ class Prefetcher:
         p.asked_from(node)
         p.had_end = max(p.had_end, node.end)
         if p.hit is not None and p.hit.start <= node.end < p.hit.end:
-            p.phase, self.room.is_stale = PrefetchPhase.FOUND, True
+            p.phase = PrefetchPhase.FOUND
+            self.room.may_have_changed()
             return
         was_tried = not primary.stopped or primary.num_rooms > 0
         may_gain = gained or not was_tried or not (primary.found_nothing or p.gained_nothing)

@@ -151,6 +151,14 @@ class ReservedRoom:
         self._waiting = waiting
         self._running = running
 
+    def may_have_changed(self) -> None:
+        """Something has happened that may let somebody have room: share it out anew with the next `balance`."""
+        self.is_stale = True
+
+    def try_again(self) -> None:
+        """The prefetch that the host had no pages for takes what there is: `lacking` is nobody from here on."""
+        self.lacking, self.is_stale = None, True
+
     def clear(self) -> None:
         """Nothing is held any more (after a reset)."""
         self.lacking = None

@@ -51,6 +51,8 @@ class RadixCache(PrefixCache):
     ) -> RadixCache:
         """A cache of keys alone: without an allocator its slots are numbers, of its own where a value has none.
 
+        >>> from hiradix.prefix_cache import InsertParams, MatchPrefixParams
+        >>> from hiradix.tree import RadixKey
         >>> tree = RadixCache.create_simulated(page_size=2)
         >>> tree.insert(InsertParams(RadixKey([1, 2, 3, 4]))).total_len
         4

@@ -117,7 +117,7 @@ def test_the_unit_says_settings_there_are(tmp_path: Path) -> None:
 
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     unit = tmp_path / "hiradix.service"
-    unit.write_text(text("hiradix.service").replace("/opt/hiradix/bin/hiradix", sys.executable))
+    unit.write_text(text("hiradix.service").replace("/srv/hiradix/bin/hiradix", sys.executable))
     accepts(tool("systemd-analyze"), "verify", str(unit))
 
 
