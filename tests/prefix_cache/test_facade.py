@@ -133,7 +133,7 @@ def test_insert_and_evict_as_upstream_counts_them(make: Make) -> None:
     bench.check()
     bench.settle()
     assert bench.cache.evict(EvictParams(1)).num_tokens_evicted >= 1
-    assert bench.cache.evictable_size() + bench.cache.protected_size() == bench.cache.total_size()
+    assert bench.cache.full_evictable_size() + bench.cache.full_protected_size() == bench.cache.total_size()
 
 
 def test_lock_pins_and_unlock_releases(make: Make) -> None:
@@ -165,10 +165,10 @@ def test_a_node_that_was_merged_away_since_its_match_is_a_lock_of_its_own(make: 
     bench._match(req)
     for node in held:
         cache.dec_lock_ref(node)
-    assert req.last_node.parent is None and cache.protected_size() == 0, "it was not merged away"
+    assert req.last_node.parent is None and cache.full_protected_size() == 0, "it was not merged away"
     assert cache.inc_lock_ref(req.last_node).delta == -48
     assert cache.inc_lock_ref(req.last_node).delta == 0
-    assert cache.dec_lock_ref(req.last_node) == 0 and cache.protected_size() == 48
+    assert cache.dec_lock_ref(req.last_node) == 0 and cache.full_protected_size() == 48
     assert cache.dec_lock_ref(req.last_node) == 48, "the other one was not given back"
     cache.inc_lock_ref(req.last_node)
     row = torch.cat([req.prefix_indices, bench.allocator.alloc(4)])
@@ -182,7 +182,7 @@ def test_a_node_that_was_merged_away_since_its_match_is_a_lock_of_its_own(make: 
     cache.cache_finished_req(req)
     bench.running.clear()
     bench.settle()
-    assert cache.protected_size() == 0 and cache.total_size() == 164
+    assert cache.full_protected_size() == 0 and cache.total_size() == 164
     bench.check()
 
 
@@ -275,7 +275,7 @@ def test_random_serving_is_exact_and_conserves_pages(
         return bench.start(base + [rng.randint(900, 902) for _ in range(rng.randint(1, 6))])
 
     hits = sum(bench.live(rng, 250, begin))
-    assert bench.cache.protected_size() == 0 and hits > 100
+    assert bench.cache.full_protected_size() == 0 and hits > 100
 
 
 def test_a_prompt_repeated_word_for_word_is_counted_and_written(make: Make) -> None:
@@ -452,7 +452,7 @@ def test_sizes_may_be_numpys(kind: type) -> None:
     ):
         slots = cache.token_to_kv_pool_allocator.alloc(16)
         cache.insert(InsertParams(RadixKey(prompt(16)), slots))
-        assert cache.evictable_size() == 16 and type(cache.page_size) is int
+        assert cache.full_evictable_size() == 16 and type(cache.page_size) is int
         assert cache.sliding_window_size in (None, 8)
         cache.check()
 
@@ -492,13 +492,13 @@ def test_what_is_no_priority_changes_nothing(is_windowed: bool) -> None:
     request = bench.start(prompt(20))
     bench.decode(request, 5)
     request.priority = 1.5
-    before = bench.cache.total_size(), bench.cache.protected_size()
+    before = bench.cache.total_size(), bench.cache.full_protected_size()
     with pytest.raises(TypeError):
         bench.cache.cache_unfinished_req(request)
-    assert (bench.cache.total_size(), bench.cache.protected_size()) == before
+    assert (bench.cache.total_size(), bench.cache.full_protected_size()) == before
     request.priority = None
     bench.finish(request)
-    assert bench.cache.protected_size() == 0
+    assert bench.cache.full_protected_size() == 0
     bench.check()
     bench.close()
 
@@ -517,6 +517,6 @@ def test_a_hint_that_is_none_changes_nothing(policy: str) -> None:
     assert bench.cache.total_size() == 20
     request.session_hint = "end_of_session"
     bench.finish(request)
-    assert bench.cache.total_size() == 24 and bench.cache.protected_size() == 0
+    assert bench.cache.total_size() == 24 and bench.cache.full_protected_size() == 0
     bench.check()
     bench.close()

@@ -58,7 +58,7 @@ def test_whoever_gives_a_node_back_twice_is_refused_and_the_other_stays_protecte
     assert cache.dec_lock_ref(node) == 0
     with pytest.raises(Misuse, match="without a receipt"):
         cache.dec_lock_ref(node)
-    assert cache.evict(EVERYTHING).num_tokens_evicted == 0 and cache.protected_size() == 64
+    assert cache.evict(EVERYTHING).num_tokens_evicted == 0 and cache.full_protected_size() == 64
     assert cache.dec_lock_ref(innocent) == 64
     bench.check()
 
@@ -68,7 +68,7 @@ def test_a_node_does_not_stand_for_a_receipt_that_is_kept(bench: Bench) -> None:
     one, other = cache.inc_lock_ref(node), cache.inc_lock_ref(node)
     with pytest.raises(Misuse, match="without a receipt"):
         cache.dec_lock_ref(node)
-    assert (cache.dec_lock_ref(one), cache.protected_size()) == (0, 64)
+    assert (cache.dec_lock_ref(one), cache.full_protected_size()) == (0, 64)
     with pytest.raises(Misuse, match="given back twice"):
         cache.dec_lock_ref(one)
     assert cache.dec_lock_ref(other) == 64
@@ -90,7 +90,7 @@ def test_a_split_does_not_confuse_who_is_out(bench: Bench) -> None:
     assert upper is not node and upper.end == 8
     with pytest.raises(Misuse, match="without a receipt"):
         cache.dec_lock_ref(upper)
-    assert cache.protected_size() == 64
+    assert cache.full_protected_size() == 64
     assert cache.dec_lock_ref(node) == 64
 
 
@@ -112,7 +112,7 @@ def test_locks_of_nodes_from_before_a_reset_are_void(bench: Bench) -> None:
     assert cache.dec_lock_ref(node) == 0 == cache.dec_lock_ref(kept)
     with pytest.raises(Misuse, match="without a receipt"):
         cache.dec_lock_ref(node)
-    assert cache.protected_size() == 0
+    assert cache.full_protected_size() == 0
 
 
 def test_a_receipt_of_another_cache_is_refused(bench: Bench) -> None:
@@ -140,13 +140,13 @@ def test_a_request_holds_its_lock_in_the_way_it_was_taken(bench: Bench, keeps: b
     bench._write(req, 0, 70)
     bench.running.append(req)
     cache.cache_unfinished_req(req)
-    assert isinstance(req.swa_uuid_for_lock, LockReceipt) == keeps and cache.protected_size() == 68
+    assert isinstance(req.swa_uuid_for_lock, LockReceipt) == keeps and cache.full_protected_size() == 68
     others = cache.inc_lock_ref(req.last_node)
     if keeps:
         with pytest.raises(Misuse, match="without a receipt"):
             cache.dec_lock_ref(req.last_node)
     cache.cache_finished_req(req)
-    assert cache.protected_size() == 68
+    assert cache.full_protected_size() == 68
     assert cache.dec_lock_ref(others) == 68
 
 

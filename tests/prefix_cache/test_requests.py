@@ -138,7 +138,7 @@ def test_a_load_that_the_quota_does_not_cover_is_none(make: Make, quota: int) ->
     found = bench.cache.match_prefix(MatchPrefixParams(RadixKey(prompt(20))))
     assert found.host_hit_length == 20
     assert not len(bench.cache.init_load_back(found.last_host_node, 20, mem_quota=quota)[0])
-    assert bench.cache.stats().load_refused == 20 and bench.cache.protected_size() == 0
+    assert bench.cache.stats().load_refused == 20 and bench.cache.full_protected_size() == 0
     assert len(bench.cache.init_load_back(found.last_host_node, 20, mem_quota=20)[0]) == 20
     bench.settle()
     bench.check()
@@ -156,7 +156,7 @@ def test_a_load_that_gets_pages_of_one_pool_alone_gives_them_back(make: Make) ->
     bench.cache._beside.pages._allocator = bench.allocator
     assert bench.allocator.swa_attn_allocator is allocator
     assert free == (bench.allocator.full_available_size(), bench.allocator.swa_available_size())
-    assert bench.cache.protected_size() == bench.cache.swa_protected_size() == 0
+    assert bench.cache.full_protected_size() == bench.cache.swa_protected_size() == 0
     assert bench.cache.stats().load_refused == 20
     assert len(bench.cache.init_load_back(found.last_host_node, found.host_hit_length)[0]) == 20
     bench.settle()
@@ -218,7 +218,7 @@ def test_an_insert_counts_as_a_use_of_what_it_found(make: Make) -> None:
             bench.allocator.free(slots[: done.prefix_len])
         bench.settle()
         assert (done.prefix_len, bench.cache.stats().written) == ((0, 0), (8, 8))[number]
-    assert bench.cache.protected_size() == 0
+    assert bench.cache.full_protected_size() == 0
     bench.check()
 
 

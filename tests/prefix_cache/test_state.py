@@ -64,8 +64,8 @@ class Bench:
         record = self.records.alloc(1)
         assert own is not None and record is not None and len(found) == shared
         params = InsertParams(
-            RadixKey(tokens), torch.cat([found, own]), shared, mamba_value=int(record[0])
-        )  # fmt: skip
+            RadixKey(tokens), torch.cat([found, own]), int(record[0]), prev_prefix_len=shared
+        )
         self.cache.insert(params)
         self.check()
         return int(record[0])
