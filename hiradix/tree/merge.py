@@ -95,7 +95,9 @@ def _merge_runs(bottom: Node, down: Sequence[Node]) -> None:
     bottom.run = b"".join([*(node.run[: len(node.run) - overlap] for node in down[:-1]), bottom.run])
     if any(node.extras is not None for node in down):
         bottom.extras = tuple(e for node in down for e in node.extras or (None,) * node.num_pages)
-    bottom.digests = _leading([node.digests for node in down], [node.num_pages * DIGEST_BYTES for node in down])
+    bottom.digests = _leading(
+        [node.digests for node in down], [node.num_pages * DIGEST_BYTES for node in down]
+    )
     bottom.names = _leading([node.names for node in down], [node.num_pages * NAME_BYTES for node in down])
     bottom.hit_count = max(node.hit_count for node in down)
     bottom.priority = max(node.priority for node in down)

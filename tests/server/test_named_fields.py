@@ -23,8 +23,22 @@ SAMPLING = (
 SCOPE = ("model", "cache_salt", "extra_key")
 MORE = (
     *("n", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
-    *("min_tokens", "include_stop_str_in_output", "skip_special_tokens", "prompt_logprobs", "rid", "request_id"),
-    *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *(
+        "min_tokens",
+        "include_stop_str_in_output",
+        "skip_special_tokens",
+        "prompt_logprobs",
+        "rid",
+        "request_id",
+    ),
+    *(
+        "response_format",
+        "structured_outputs",
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+    ),
     *("regex", "ebnf", "json_schema", "echo", "add_special_tokens"),
 )
 TOOLS = (

@@ -226,7 +226,9 @@ class Engine:
         ends = list(accumulate(one.num_logits for one in work))
         for one, end in zip(parts, ends, strict=True):
             if one.request.num_unscored:
-                self._answers.score_prompt(one.request, logits[:end], one.request.num_computed + one.num_tokens)
+                self._answers.score_prompt(
+                    one.request, logits[:end], one.request.num_computed + one.num_tokens
+                )
         rows = [row for row, part in enumerate(parts) if self._scheduler.computed(part)]
         requests = [parts[row].request for row in rows]
         outputs = self._answers.extend(requests, logits[[ends[row] - 1 for row in rows]]) if rows else []

@@ -217,4 +217,6 @@ def _row(flag: Flag) -> str:
     values = {Type.BOOL: "switch", Type.LIST: "text, repeated"}.get(one.type) or shown_values(one)
     variable = "" if flag.status == "refused" else f"`{one.variable}`"
     default = "" if flag.status == "refused" else "off" if one.type is Type.BOOL else shown_default(one)
-    return f"| {names} | {variable} | {values} | {default} | {flag.status} | {flag.note} |".replace("|@", "\\|@")
+    return f"| {names} | {variable} | {values} | {default} | {flag.status} | {flag.note} |".replace(
+        "|@", "\\|@"
+    )
