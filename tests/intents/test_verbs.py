@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from hiradix.cache.intents.removals import MAX_PAST
 from hiradix.intents import BadIntent, Intent, IntentState, Selector, Verb
 from hiradix.intents.limits import IntentLimits
 from hiradix.tree import RadixKey, Tier
@@ -440,4 +441,40 @@ def test_a_lease_lets_go_of_what_a_failed_copy_has_left():
     assert (w.now(lease).state, w.now(lease).reason) == (IntentState.FAILED, "a copy of what it held failed")
     w.quiet()
     assert w.device.available == w.setup.device_pages, "nobody keeps what was never copied"
+    w.end()
+
+
+def test_a_tenant_is_told_nothing_of_what_is_anothers():
+    w = world()
+    w.seed(key_of(1, 2, 3, salt="a"))
+    for selector in (prefix(1, 2, 3, salt="a"), Selector.tenant_of("salt:a"), Selector.everything()):
+        receipt = w.wish(Verb.LOCATE, selector, "device", "host", asked_by="salt:b")
+        assert receipt.state is IntentState.REFUSED and not receipt.found
+        assert receipt.reason == "not yours: a tenant names what is in his own namespaces"
+    w.end()
+
+
+def test_a_forget_that_was_not_applied_before_a_reset_is_applied_behind_it():
+    w = world()
+    w.cache.attach_storage(w.stores)
+    w.seed(LONG)
+    everything = Intent(Verb.FORGET, Selector.everything(), ("device", "host", "storage"))
+    receipt = w.cache.intents.submit(everything)
+    w.cache.reset()
+    assert w.now(receipt).state is IntentState.ACCEPTED
+    w.quiet()
+    assert w.now(receipt).state is IntentState.DONE and not w.storage.pages
+    w.end()
+
+
+def test_a_request_that_runs_long_brings_nothing_back_however_many_wishes_came_since():
+    w = world()
+    began = w.cache.num_forgotten
+    w.seed(LONG)
+    w.wish(Verb.FORGET, prefix(1, 2, 3, 4, 5, 6), "device", "host")
+    for page in range(MAX_PAST):
+        w.cache.intents.submit(Intent(Verb.FORGET, prefix(page + 100), ("host",)))
+        w.cache.tick()
+    assert w.cache.was_forgotten_since(LONG, began)
+    assert not w.cache.was_forgotten_since(LONG, w.cache.num_forgotten)
     w.end()

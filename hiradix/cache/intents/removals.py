@@ -118,13 +118,17 @@ class Removal:
 
 
 class Removals:
-    """Removals under way, and those that requests which still run must hear of. number: of all, since start."""
+    """Removals under way, and those that requests which still run must hear of. number: of all, since start.
+
+    _unknown: the last of those that have ended and are not known any more.
+    """
 
     def __init__(self, tree: RadixTree):
         self.number = 0
         self._tree = tree
         self._open: list[Removal] = []
-        self._past: deque[Removal] = deque(maxlen=MAX_PAST)
+        self._past: deque[Removal] = deque()
+        self._unknown = 0
 
     def __bool__(self) -> bool:
         return bool(self._open)
@@ -140,6 +144,8 @@ class Removals:
         """What it covers may come again, but from requests that ran when it began."""
         self._open.remove(removal)
         self._past.append(removal)
+        if len(self._past) > MAX_PAST:
+            self._unknown = max(self._unknown, self._past.popleft().number)
 
     def clear(self) -> None:
         """The tree is empty."""
@@ -158,8 +164,10 @@ class Removals:
         return any(removal.covers(key) for removal in self._open)
 
     def cover_since(self, key: RadixKey, number: int) -> bool:
-        """Whether they are, or were forgotten by a removal behind that one."""
+        """Whether they are, or were forgotten by a removal behind that one, or may have been."""
         if self.number == number and not self._open:
             return False
+        if number < self._unknown:
+            return True
         past = any(removal.number > number and removal.covers(key) for removal in self._past)
         return past or self.cover(key)

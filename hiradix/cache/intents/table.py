@@ -81,7 +81,7 @@ class Intents:
         self._jobs[job.id] = job
         self._open[job.id] = job
         if refusal:
-            job.end(IntentState.REFUSED, refusal)
+            job.refuse(refusal)
         if not job.is_open:
             self._close(job)
         return job.receipt()
@@ -207,9 +207,11 @@ class Intents:
                 if is_empty:
                     job.forget_locks()
                 job.end(IntentState.CANCELLED, "the cache was reset")
+            elif job.state is IntentState.ACCEPTED:
+                continue  # it is applied to what comes next, and to storage
             elif isinstance(job, Forgetting):
                 job.reset()
-            elif job.state is not IntentState.ACCEPTED:
+            else:
                 job.end(IntentState.CANCELLED, "the cache was reset")
             if not job.is_open:
                 self._close(job)
@@ -240,6 +242,8 @@ class Intents:
             if intent.target not in (*TIERS_BY_NAME, "storage", *self._other_stores()):
                 known = ", ".join(self._other_stores()) or "none"
                 return f"target: no store {intent.target!r} is open; others than the cache's own: {known}"
+        if intent.verb is Verb.LOCATE and "storage" not in tiers:
+            return ""  # it is answered at once
         if is_new and len(self._open) >= self.limits.max_open:
             return f"{self.limits.max_open} wishes have not ended"
         own = sum(job.intent.asked_by == intent.asked_by for job in self._open.values())
