@@ -478,3 +478,19 @@ def test_a_request_that_runs_long_brings_nothing_back_however_many_wishes_came_s
     assert w.cache.was_forgotten_since(LONG, began)
     assert not w.cache.was_forgotten_since(LONG, w.cache.num_forgotten)
     w.end()
+
+
+def test_a_fetch_that_others_wait_for_too_brings_back_their_part_alone():
+    w = world()
+    w.cache.attach_storage(w.stores)
+    shared = key_of(1, 2, 3, 9)
+    w.seed(LONG, shared)
+    w.cache.reset()
+    prefetcher = w.cache.prefetcher
+    assert prefetcher.start("first", LONG, w.cache.tree.root)
+    assert prefetcher.start("second", shared, w.cache.tree.root), "it waits for what the first one brings"
+    prefetcher.forget(lambda key: bool(key.tokens[6] == 4))
+    w.quiet()
+    assert w.found(shared)["host"].tokens == 8 and w.found(LONG)["host"].tokens == 6
+    assert prefetcher.progress("first") and prefetcher.progress("second")
+    w.end()
