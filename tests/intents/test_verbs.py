@@ -494,3 +494,27 @@ def test_a_fetch_that_others_wait_for_too_brings_back_their_part_alone():
     assert w.found(shared)["host"].tokens == 8 and w.found(LONG)["host"].tokens == 6
     assert prefetcher.progress("first") and prefetcher.progress("second")
     w.end()
+
+
+def test_a_session_is_its_tenants_also_where_another_has_one_of_that_name():
+    w = world()
+    w.seed(key_of(1, 2, salt="a"), key_of(1, 2, salt="b"))
+    intents = w.cache.intents
+    intents.name_session("s", w.cache.tree.find(key_of(1, 2, salt="a")))
+    wish = Intent(Verb.FORGET, Selector.session("s", "salt:a"), ("device", "host"), asked_by="salt:a")
+    receipt = intents.submit(wish)
+    intents.name_session("s", w.cache.tree.find(key_of(1, 2, salt="b")))  # before the tick
+    w.quiet()
+    assert w.now(receipt).state is IntentState.DONE
+    assert w.found(key_of(1, 2, salt="a"))["host"].tokens == 0
+    assert w.found(key_of(1, 2, salt="b"))["host"].tokens == 4
+    w.end()
+
+
+def test_a_bring_of_less_than_a_page_stores_nothing_of_its_namespace():
+    w = world()
+    w.seed(LONG)
+    w.cache.attach_storage(w.stores)
+    receipt = w.wish(Verb.BRING, Selector.prefix(RadixKey([1])), target="storage")
+    assert receipt.state.is_end and not w.storage.pages
+    w.end()

@@ -9,20 +9,15 @@ from tests.vllm_roles.mini_vllm import FakeRequest, MiniVLLM, S, World
 from tests.vllm_roles.test_life import request
 
 
-def forget(vllm: MiniVLLM, one: FakeRequest) -> Receipt:
+def forget(vllm: MiniVLLM, one: FakeRequest, tier: str = "host") -> Receipt:
     """As an admin's thread does between two calls of vLLM's scheduler."""
     tokens = one.all_token_ids[: one.num_tokens // S * S]
     selector = Selector.prefix(RadixKey(tokens, cache_salt=one.cache_salt))
-    receipt = vllm.role.intents.submit(Intent(Verb.FORGET, selector, ("host",)))
+    receipt = vllm.role.intents.submit(Intent(Verb.FORGET, selector, (tier,)))
     vllm.role.apply_intents()
     found = vllm.role.intents.receipt(receipt.id)
     assert found is not None
     return found
-
-
-def on_host(vllm: MiniVLLM, one: FakeRequest) -> int:
-    tokens = one.all_token_ids[: one.num_tokens // S * S]
-    return vllm.index.find(RadixKey(tokens, cache_salt=one.cache_salt)).num_pages
 
 
 def test_what_was_promised_and_is_being_forgotten_is_not_loaded() -> None:
@@ -63,3 +58,23 @@ def test_a_request_whose_first_step_is_planned_saves_nothing_of_it_again() -> No
     assert one.num_computed_tokens == 0, "vLLM counts them when the step is planned"
     forget(vllm, one)
     assert vllm.role.requests["a"].is_stale
+
+
+def test_storage_alone_forgets_what_was_on_its_way_there() -> None:
+    store: dict[str, bytes] = {}
+    vllm = MiniVLLM(World(budget=40), [store])
+    vllm.ranks[0].driver.held.add("write")  # its save, and so what follows it to storage, goes on later
+    one = request("a", 4)
+    vllm.add(one)
+    vllm.step()
+    wish = forget(vllm, one, "storage")
+    assert wish.state is IntentState.RUNNING
+    for _ in range(4):
+        vllm.step()
+    vllm.ranks[0].driver.held.clear()
+    vllm.drain()
+    for _ in range(8):
+        vllm.step()
+    ended = vllm.role.intents.receipt(wish.id)
+    assert ended is not None and ended.state is IntentState.DONE, ended
+    assert not store
