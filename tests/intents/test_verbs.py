@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from hiradix.cache.intents.removals import MAX_PAST
+from hiradix.cache.intents.table import MAX_RECEIPT_TOKENS
 from hiradix.intents import BadIntent, Intent, IntentState, Selector, Verb
 from hiradix.intents.limits import IntentLimits
 from hiradix.tree import RadixKey, Tier
@@ -517,4 +519,42 @@ def test_a_bring_of_less_than_a_page_stores_nothing_of_its_namespace():
     w.cache.attach_storage(w.stores)
     receipt = w.wish(Verb.BRING, Selector.prefix(RadixKey([1])), target="storage")
     assert receipt.state.is_end and not w.storage.pages
+    w.end()
+
+
+def test_a_clipped_lease_that_is_extended_holds_on_meanwhile():
+    w = world()
+    w.cache.attach_storage(w.stores)
+    w.seed(key_of(1, 2, 3, 4))
+    longer = prefix(1, 2, 3, 4, 5, 6)
+    lease = w.wish(Verb.HOLD, longer, "device")
+    assert (lease.state, lease.done.pages) == (IntentState.HELD, 4) and lease.clipped
+    w.seed(key_of(11, 12, 13, 14))
+    again = w.cache.intents.submit(Intent(Verb.HOLD, longer, ("device",), ttl_s=500.0))
+    w.cache.tick()  # storage is asked for the rest
+    assert again.id == lease.id
+    tree = w.cache.tree
+    tree.unlock(tree.lock(tree.match(key_of(11, 12, 13, 14)).device_node, Tier.DEVICE))
+    w.cache.evict(4)  # others' pages can go, however late they were used
+    assert w.found(key_of(1, 2, 3, 4))["device"].tokens == 8
+    w.quiet()
+    assert w.now(lease).state is IntentState.HELD and w.now(lease).remaining_s > 400.0
+    assert w.held(Tier.DEVICE) == 4
+    w.cache.intents.cancel(lease.id)
+    w.cache.evict(4)
+    assert w.found(key_of(1, 2, 3, 4))["device"].tokens == 0
+    w.end()
+
+
+def test_what_is_known_of_wishes_that_have_ended_is_bounded_in_tokens():
+    w = world()
+    began, size = w.cache.num_forgotten, MAX_RECEIPT_TOKENS // 4
+    for page in range(6):
+        key = RadixKey(np.full(size, page))
+        w.cache.intents.submit(Intent(Verb.FORGET, Selector.prefix(key), ("host",)))
+        w.cache.tick()
+    kept = w.cache.intents.receipts()
+    assert [receipt.id for receipt in kept] == [3, 4, 5, 6]
+    assert w.cache.was_forgotten_since(LONG, began), "it may have been"
+    assert not w.cache.was_forgotten_since(LONG, began + 2)
     w.end()

@@ -14,6 +14,7 @@ from hiradix.intents import Selector, SelectorKind
 from hiradix.tree import Match, Node, RadixKey, RadixTree
 
 MAX_PAST: Final = 1024  # removals that have ended and that requests which still run must hear of
+MAX_PAST_TOKENS: Final = 1 << 22  # of their prefixes
 
 
 class Branch(NamedTuple):
@@ -67,6 +68,11 @@ class Removal:
         if key is not None and key.num_pages(tree.page_size) == 0:
             self._space = key.space
         self._is_all = selector.kind is SelectorKind.EVERYTHING
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prefixes that it keeps."""
+        return sum(len(branch.key) for branch in self.branches)
 
     def covers(self, key: RadixKey) -> bool:
         """Whether pages of `key` are to be forgotten."""
@@ -128,7 +134,7 @@ class Removals:
         self._tree = tree
         self._open: list[Removal] = []
         self._past: deque[Removal] = deque()
-        self._unknown = 0
+        self._unknown = self._num_past_tokens = 0
 
     def __bool__(self) -> bool:
         return bool(self._open)
@@ -144,8 +150,11 @@ class Removals:
         """What it covers may come again, but from requests that ran when it began."""
         self._open.remove(removal)
         self._past.append(removal)
-        if len(self._past) > MAX_PAST:
-            self._unknown = max(self._unknown, self._past.popleft().number)
+        self._num_past_tokens += removal.num_tokens
+        while len(self._past) > MAX_PAST or self._num_past_tokens > MAX_PAST_TOKENS:
+            oldest = self._past.popleft()
+            self._num_past_tokens -= oldest.num_tokens
+            self._unknown = max(self._unknown, oldest.number)
 
     def clear(self) -> None:
         """The tree is empty."""
