@@ -334,10 +334,11 @@ class ForeignDevice:
         """Order a load of the pages of `key` from page `start` on into these blocks.
 
         False: the promised pages were evicted in the meantime, as nothing locks them before the engine accepts
-        the promise, or `key` is None. Then a load that fails is ordered, and the engine computes the tokens
-        again.
+        the promise, or are being forgotten, or `key` is None. Then a load that fails is ordered, and the engine
+        computes the tokens again.
         """
-        lock = None if key is None else self._index.lock(key)
+        is_there = key is not None and not self._index.removals.cover(key)
+        lock = self._index.lock(key) if is_there and key is not None else None
         copies = None if lock is None else self._copies(lock, tables, start)
         if copies is None and lock is not None:
             self._index.unlock(lock)

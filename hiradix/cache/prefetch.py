@@ -271,6 +271,7 @@ class Prefetcher:
             if covers(p.key):
                 self.stop(p.handle)
                 p.end_page = -1
+                self._cancel(p)  # those who joined it ask for their own
 
     def _report(self, p: Prefetch) -> None:
         """Note, once, how many pages were brought: its request may run, or waits no more."""
@@ -345,7 +346,12 @@ class Prefetcher:
 
     def _drop_unwanted(self, p: Prefetch) -> None:
         """Cancel `p` if no request waits for it any more, then the prefetch that it joined, likewise."""
-        if p.stopped or p.phase is PrefetchPhase.DONE or self._is_wanted(p):
+        if not self._is_wanted(p):
+            self._cancel(p)
+
+    def _cancel(self, p: Prefetch) -> None:
+        """Cancel `p`, and the prefetch that it joined where no request waits for that any more."""
+        if p.stopped or p.phase is PrefetchPhase.DONE:
             return
         p.stopped, primary = True, p.primary
         for ticket in p.tickets:

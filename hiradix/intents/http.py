@@ -212,10 +212,7 @@ def selector_of(given: Any, make_key: MakeKey = plain_key, encode: Encode | None
     (kind,) = kinds
     value, spaces = given[kind], (given.get("extra_key"), given.get("cache_salt"))
     if kind in _PREFIXES:
-        try:
-            return Selector.prefix(make_key(_tokens(kind, value, encode), *spaces))
-        except BadNamespace as error:
-            raise BadIntent("selector", str(error)) from error
+        return Selector.prefix(_key(make_key, _tokens(kind, value, encode), *spaces))
     if kind == "everything":
         if value is not True or spaces != (None, None):
             raise BadIntent("selector.everything", "expected true, and nothing beside it")
@@ -225,7 +222,14 @@ def selector_of(given: Any, make_key: MakeKey = plain_key, encode: Encode | None
         if spaces != (None, None):
             raise BadIntent("selector.tenant", "a tenant is named by salt:SALT, key:KEY or nothing, alone")
         return Selector.tenant_of(name)
-    return Selector.session(name, make_key([], *spaces).space.tenant)
+    return Selector.session(name, _key(make_key, [], *spaces).space.tenant)
+
+
+def _key(make_key: MakeKey, tokens: list[int], extra_key: Any, cache_salt: Any) -> RadixKey:
+    try:
+        return make_key(tokens, extra_key, cache_salt)
+    except BadNamespace as error:
+        raise BadIntent("selector", str(error)) from error
 
 
 def _object(body: bytes | str | Mapping[str, Any]) -> Mapping[str, Any]:

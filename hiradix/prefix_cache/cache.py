@@ -357,14 +357,14 @@ class PrefixCache:
         """Insert `key` from the node `req` holds, with its record of state; slots behind that node go to the
         tree or are freed."""
         held, beside = self._held(req), self._beside
-        if self._was_forgotten(key, req):
+        if self.was_forgotten(key, req):
             return self.tree.lock(held.node, DEVICE)
         pages = pages_of(row, self.page_size, held.node.end * self.page_size, len(key))
         if beside is None or self.cache.is_blocked(key):
             return self.insert_pages(key, pages, held, ended)
         return self.insert_pages(key, pages, held, ended, beside.record_of(req, len(key)))
 
-    def _was_forgotten(self, key: RadixKey, req: RequestLike) -> bool:
+    def was_forgotten(self, key: RadixKey, req: RequestLike) -> bool:
         """Whether `key` was to be forgotten when `req` ran already: what it has computed stays its own."""
         began = self._counted.get(req.rid)
         return began is not None and self.cache.was_forgotten_since(key, began)
@@ -507,10 +507,11 @@ class PrefixCache:
         self._counted.pop(req.rid, None)
         self._copies.forget(req.rid)
 
-    def count_use(self, req: RequestLike) -> None:
-        """Count the prefix a request found as used, once; it may be due to be copied down now."""
+    def count_use(self, req: RequestLike, began: int | None = None) -> None:
+        """Count the prefix a request found as used, once; it may be due to be copied down now. began:
+        `num_forgotten` when it was matched, where that is known."""
         if req.rid not in self._counted:
-            self._counted[req.rid] = self.cache.num_forgotten
+            self._counted[req.rid] = self.cache.num_forgotten if began is None else began
             self.terminate_prefetch(req.rid)  # it runs: nothing need be held for it any more
             self.cache.count_use(req.last_node, _priority_of(req))
             self.cache.inserted(req.last_node)

@@ -159,6 +159,7 @@ BAD: list[tuple[Any, str]] = [
         )
     ),
     ({"verb": "locate", "selector": HERE, "tiers": "cellar"}, "tiers"),
+    ({"verb": "locate", "selector": {"session": "s", "cache_salt": 5}}, "selector"),
     ({"verb": "locate", "selector": HERE, "tiers": {"host": 1}}, "tiers"),
     ({"verb": "hold", "selector": HERE}, "ttl_s"),
     ({"verb": "hold", "selector": HERE, "ttl_s": "60"}, "ttl_s"),

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from hiradix.cache.intents.removals import MAX_PAST
+from hiradix.cache.intents.table import MAX_RECEIPT_TOKENS
 from hiradix.intents import BadIntent, Intent, IntentState, Selector, Verb
 from hiradix.intents.limits import IntentLimits
 from hiradix.tree import RadixKey, Tier
@@ -440,4 +443,118 @@ def test_a_lease_lets_go_of_what_a_failed_copy_has_left():
     assert (w.now(lease).state, w.now(lease).reason) == (IntentState.FAILED, "a copy of what it held failed")
     w.quiet()
     assert w.device.available == w.setup.device_pages, "nobody keeps what was never copied"
+    w.end()
+
+
+def test_a_tenant_is_told_nothing_of_what_is_anothers():
+    w = world()
+    w.seed(key_of(1, 2, 3, salt="a"))
+    for selector in (prefix(1, 2, 3, salt="a"), Selector.tenant_of("salt:a"), Selector.everything()):
+        receipt = w.wish(Verb.LOCATE, selector, "device", "host", asked_by="salt:b")
+        assert receipt.state is IntentState.REFUSED and not receipt.found
+        assert receipt.reason == "not yours: a tenant names what is in his own namespaces"
+    w.end()
+
+
+def test_a_forget_that_was_not_applied_before_a_reset_is_applied_behind_it():
+    w = world()
+    w.cache.attach_storage(w.stores)
+    w.seed(LONG)
+    everything = Intent(Verb.FORGET, Selector.everything(), ("device", "host", "storage"))
+    receipt = w.cache.intents.submit(everything)
+    w.cache.reset()
+    assert w.now(receipt).state is IntentState.ACCEPTED
+    w.quiet()
+    assert w.now(receipt).state is IntentState.DONE and not w.storage.pages
+    w.end()
+
+
+def test_a_request_that_runs_long_brings_nothing_back_however_many_wishes_came_since():
+    w = world()
+    began = w.cache.num_forgotten
+    w.seed(LONG)
+    w.wish(Verb.FORGET, prefix(1, 2, 3, 4, 5, 6), "device", "host")
+    for page in range(MAX_PAST):
+        w.cache.intents.submit(Intent(Verb.FORGET, prefix(page + 100), ("host",)))
+        w.cache.tick()
+    assert w.cache.was_forgotten_since(LONG, began)
+    assert not w.cache.was_forgotten_since(LONG, w.cache.num_forgotten)
+    w.end()
+
+
+def test_a_fetch_that_others_wait_for_too_brings_back_their_part_alone():
+    w = world()
+    w.cache.attach_storage(w.stores)
+    shared = key_of(1, 2, 3, 9)
+    w.seed(LONG, shared)
+    w.cache.reset()
+    prefetcher = w.cache.prefetcher
+    assert prefetcher.start("first", LONG, w.cache.tree.root)
+    assert prefetcher.start("second", shared, w.cache.tree.root), "it waits for what the first one brings"
+    prefetcher.forget(lambda key: bool(key.tokens[6] == 4))
+    w.quiet()
+    assert w.found(shared)["host"].tokens == 8 and w.found(LONG)["host"].tokens == 6
+    assert prefetcher.progress("first") and prefetcher.progress("second")
+    w.end()
+
+
+def test_a_session_is_its_tenants_also_where_another_has_one_of_that_name():
+    w = world()
+    w.seed(key_of(1, 2, salt="a"), key_of(1, 2, salt="b"))
+    intents = w.cache.intents
+    intents.name_session("s", w.cache.tree.find(key_of(1, 2, salt="a")))
+    wish = Intent(Verb.FORGET, Selector.session("s", "salt:a"), ("device", "host"), asked_by="salt:a")
+    receipt = intents.submit(wish)
+    intents.name_session("s", w.cache.tree.find(key_of(1, 2, salt="b")))  # before the tick
+    w.quiet()
+    assert w.now(receipt).state is IntentState.DONE
+    assert w.found(key_of(1, 2, salt="a"))["host"].tokens == 0
+    assert w.found(key_of(1, 2, salt="b"))["host"].tokens == 4
+    w.end()
+
+
+def test_a_bring_of_less_than_a_page_stores_nothing_of_its_namespace():
+    w = world()
+    w.seed(LONG)
+    w.cache.attach_storage(w.stores)
+    receipt = w.wish(Verb.BRING, Selector.prefix(RadixKey([1])), target="storage")
+    assert receipt.state.is_end and not w.storage.pages
+    w.end()
+
+
+def test_a_clipped_lease_that_is_extended_holds_on_meanwhile():
+    w = world()
+    w.cache.attach_storage(w.stores)
+    w.seed(key_of(1, 2, 3, 4))
+    longer = prefix(1, 2, 3, 4, 5, 6)
+    lease = w.wish(Verb.HOLD, longer, "device")
+    assert (lease.state, lease.done.pages) == (IntentState.HELD, 4) and lease.clipped
+    w.seed(key_of(11, 12, 13, 14))
+    again = w.cache.intents.submit(Intent(Verb.HOLD, longer, ("device",), ttl_s=500.0))
+    w.cache.tick()  # storage is asked for the rest
+    assert again.id == lease.id
+    tree = w.cache.tree
+    tree.unlock(tree.lock(tree.match(key_of(11, 12, 13, 14)).device_node, Tier.DEVICE))
+    w.cache.evict(4)  # others' pages can go, however late they were used
+    assert w.found(key_of(1, 2, 3, 4))["device"].tokens == 8
+    w.quiet()
+    assert w.now(lease).state is IntentState.HELD and w.now(lease).remaining_s > 400.0
+    assert w.held(Tier.DEVICE) == 4
+    w.cache.intents.cancel(lease.id)
+    w.cache.evict(4)
+    assert w.found(key_of(1, 2, 3, 4))["device"].tokens == 0
+    w.end()
+
+
+def test_what_is_known_of_wishes_that_have_ended_is_bounded_in_tokens():
+    w = world()
+    began, size = w.cache.num_forgotten, MAX_RECEIPT_TOKENS // 4
+    for page in range(6):
+        key = RadixKey(np.full(size, page))
+        w.cache.intents.submit(Intent(Verb.FORGET, Selector.prefix(key), ("host",)))
+        w.cache.tick()
+    kept = w.cache.intents.receipts()
+    assert [receipt.id for receipt in kept] == [3, 4, 5, 6]
+    assert w.cache.was_forgotten_since(LONG, began), "it may have been"
+    assert not w.cache.was_forgotten_since(LONG, began + 2)
     w.end()

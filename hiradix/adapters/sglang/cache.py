@@ -89,6 +89,8 @@ class HiRadixPrefixCache(Front):
         """The longest cached prefix, in whole pages: on the device, then on the host."""
         key = self._key(params.key)
         states, node = self._states, self.root_node
+        if params.req is not None:  # what is forgotten from here on it puts back no more
+            params.req.hiradix_began = self.inner.cache.num_forgotten
         if len(key) < self.page_size:
             if states is not None and params.cow_mamba:
                 states.start(params.req, 0)
@@ -187,7 +189,7 @@ class HiRadixPrefixCache(Front):
         what the tree had already are freed, no others. Costs the new tokens, not the prefix.
         """
         held, kv, size = self._held(req), req.kv, self.page_size
-        self.inner.count_use(req)
+        self.inner.count_use(req, getattr(req, "hiradix_began", None))
         num_tokens, record = min(up_to, len(req.full_untruncated_fill_ids)), None
         if self._states is not None:  # nothing enters the tree without the state behind it
             num_tokens, record = self._states.give(req, num_tokens)
@@ -199,10 +201,14 @@ class HiRadixPrefixCache(Front):
                 self.inner.cache.finished(self._request_key(req, start), held.node, ended)
             return
         given, key = self._rows.pages(kv.req_pool_idx, start, end), self._request_key(req, end)
-        if record is not None and self.inner.cache.is_blocked(key):
+        was_forgotten = self.inner.was_forgotten(key, req)
+        if record is not None and (was_forgotten or self.inner.cache.is_blocked(key)):
             self._take_back(record)
             record = None
-        taken = self.inner.insert_pages(key, given, held, ended, record)
+        if was_forgotten:
+            taken = self._tree.lock(held.node, DEVICE)
+        else:
+            taken = self.inner.insert_pages(key, given, held, ended, record)
         node = taken.node
         self._tree.prioritise(taken, req.priority or 0, start)
         if node.device.pages is not given:  # else the tree has taken all of them

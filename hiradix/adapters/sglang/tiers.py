@@ -246,7 +246,8 @@ class HiRadixHostCache(HiRadixPrefixCache):
             return False
         tokens = np.concatenate([as_tokens(matched_prefix_tokens), as_tokens(new_input_tokens)])
         key = RadixKey.first(tokens, len(tokens), self._space(extra_key, cache_salt or None, self.is_eagle))
-        return self._prefetcher.start(handle, key.page_aligned(self.page_size), last_host_node)
+        key = key.page_aligned(self.page_size)
+        return not self.inner.cache.is_forgetting(key) and self._prefetcher.start(handle, key, last_host_node)
 
     def check_prefetch_progress(self, handle: Any) -> bool:
         """True when the request may be scheduled."""

@@ -54,8 +54,8 @@ class Tracked:
     local_tokens: what vLLM's own prefix cache had at the last lookup. num_saved: leading pages of its block
     loads: its loads under way. waiting_since: when it was first told to ask again, None if it was not.
     is_stale: what it has computed so far was so before a reset. is_promised: a lookup has promised it pages
-    that vLLM has not taken up. gated: pages that a lookup has last weighed against computing them, and
-    whether they are worth loading.
+    that vLLM has not taken up. has_blocks: vLLM has given it blocks since it began. gated: pages that a lookup
+    has last weighed against computing them, and whether they are worth loading.
     """
 
     request: EngineRequest
@@ -67,6 +67,7 @@ class Tracked:
     waiting_since: float | None = None
     is_stale: bool = False
     is_promised: bool = False
+    has_blocks: bool = False
     gated: tuple[int, bool] = (0, False)
 
     def key(self, num_pages: int, page_size: int) -> RadixKey:

@@ -150,7 +150,7 @@ class SchedulerRole:
             return 0
         tracked.local_tokens, tracked.is_promised = local_tokens, False
         if request.num_computed_tokens == 0:  # it begins, for the first time or again: nothing of it is old
-            tracked.num_saved, tracked.is_stale = 0, False
+            tracked.num_saved, tracked.is_stale, tracked.has_blocks = 0, False, False
         self._happened()
         limit = self._loadable_pages(request)
         if not self.plan.loads or limit * self.index.page_size <= local_tokens:
@@ -197,7 +197,7 @@ class SchedulerRole:
         self._give_up(tracked)
         if request.num_computed_tokens == 0:
             tracked.num_saved, tracked.is_stale = 0, False
-        tracked.is_promised, tracked.gated = False, (0, False)
+        tracked.is_promised, tracked.gated, tracked.has_blocks = False, (0, False), True
         if num_tokens and self._load(tracked, table(), num_tokens):
             self._num_hit_tokens += num_tokens
 
@@ -339,9 +339,7 @@ class SchedulerRole:
             return removals.cover_since(tracked.key(num_pages, size), before)
 
         for tracked in self.requests.values():
-            if tracked.request.num_computed_tokens > 0 and covers(
-                tracked, tracked.request.num_tokens // size
-            ):
+            if tracked.has_blocks and covers(tracked, tracked.request.num_tokens // size):
                 tracked.is_stale = True
         self._finished.forget(lambda left: covers(left.tracked, left.num_pages))
 

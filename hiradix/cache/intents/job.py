@@ -61,6 +61,11 @@ class IntentJob(ABC):
             self.let_go()
             self.state, self.reason = state, reason
 
+    def refuse(self, reason: str) -> None:
+        """It is not taken, and says nothing of what it was made to look at."""
+        self.found.clear()
+        self.state, self.reason = IntentState.REFUSED, reason
+
     def receipt(self) -> Receipt:
         """What has become of it by now."""
         left = max(0.0, self.deadline_s - self._planner.clock()) if self.is_open else 0.0

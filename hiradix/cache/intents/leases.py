@@ -69,12 +69,14 @@ class Lease(IntentJob):
             self._take_force()
 
     def _take_force(self) -> None:
-        """Lock what has come, as far as budgets go."""
+        """Lock what has come, as far as budgets go, in place of what was held so far."""
         tree, self.clipped = self._planner.tree, ""
+        most_pages = [self._book.most_pages(self, arrival.key) for arrival in self._arrivals]
+        before, self.locks = self.locks, []
         wanted = sum(arrival.num_pages for arrival in self._arrivals)
         reasons = [arrival.reason for arrival in self._arrivals if arrival.reason]
-        for arrival in self._arrivals:
-            most = self._book.most_pages(self, arrival.key)
+        for arrival, most in zip(self._arrivals, most_pages, strict=True):
+            most = min(most, self._book.most_pages(self, arrival.key)) if self.locks else most
             node = arrival.usable(most)
             if node.parent is not None:
                 self.locks.append(tree.lock(node, self.tier))
@@ -84,6 +86,8 @@ class Lease(IntentJob):
             if most < arrival.num_pages:
                 reasons.append(self._book.why_clipped(self, arrival.key))
             arrival.stop()
+        for lock in before:
+            tree.unlock(lock)
         self.done = self._book.amount_of(self)
         if not self.locks:
             self.end(IntentState.REFUSED, next(iter(reasons), "nothing of it is in the cache"))
@@ -103,9 +107,10 @@ class Lease(IntentJob):
         if self.is_held and not self.clipped and self._book.fits(self):
             self.deadline_s = self._planner.clock() + min(intent.ttl_s, self._limits.max_ttl_s)
             return
-        self.let_go()
+        for arrival in self._arrivals:
+            arrival.stop()
         self.deadline_s = self._planner.clock() + min(intent.wait_s, self._limits.max_wait_s)
-        self.begin()
+        self.begin()  # what it holds stays held until there is more
 
     def nodes(self) -> Iterator[Node]:
         return (lock.node for lock in self.locks)

@@ -6,7 +6,7 @@ from hiradix.cache.in_flight import InFlightJob
 from hiradix.cache.intents.extents import found_of_nodes, found_of_prefix
 from hiradix.cache.intents.job import IntentJob
 from hiradix.cache.intents.planner import Planner
-from hiradix.cache.intents.selection import nodes_of
+from hiradix.cache.intents.selection import nodes_of, session_ends
 from hiradix.cache.intents.sessions import Sessions
 from hiradix.intents import Found, Intent, IntentState, SelectorKind
 from hiradix.intents.limits import IntentLimits
@@ -49,7 +49,7 @@ class Locating(IntentJob):
         if self._key is not None:
             return found_of_prefix(planner, self._key)
         if selector.kind is SelectorKind.SESSION:
-            paths = (planner.tree.path(end) for end in sessions.ends(selector.name))
+            paths = (planner.tree.path(end) for end in session_ends(selector, sessions))
             return found_of_nodes(planner, {node for path in paths for node in path})
         if selector.kind is SelectorKind.PREFIX and len(selector.key or ()):
             return found_of_nodes(planner, ())

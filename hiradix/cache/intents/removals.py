@@ -14,6 +14,7 @@ from hiradix.intents import Selector, SelectorKind
 from hiradix.tree import Match, Node, RadixKey, RadixTree
 
 MAX_PAST: Final = 1024  # removals that have ended and that requests which still run must hear of
+MAX_PAST_TOKENS: Final = 1 << 22  # of their prefixes
 
 
 class Branch(NamedTuple):
@@ -68,6 +69,11 @@ class Removal:
             self._space = key.space
         self._is_all = selector.kind is SelectorKind.EVERYTHING
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prefixes that it keeps."""
+        return sum(len(branch.key) for branch in self.branches)
+
     def covers(self, key: RadixKey) -> bool:
         """Whether pages of `key` are to be forgotten."""
         if self._is_all or self._space == key.space or self._tenant == key.space.tenant:
@@ -118,13 +124,17 @@ class Removal:
 
 
 class Removals:
-    """Removals under way, and those that requests which still run must hear of. number: of all, since start."""
+    """Removals under way, and those that requests which still run must hear of. number: of all, since start.
+
+    _unknown: the last of those that have ended and are not known any more.
+    """
 
     def __init__(self, tree: RadixTree):
         self.number = 0
         self._tree = tree
         self._open: list[Removal] = []
-        self._past: deque[Removal] = deque(maxlen=MAX_PAST)
+        self._past: deque[Removal] = deque()
+        self._unknown = self._num_past_tokens = 0
 
     def __bool__(self) -> bool:
         return bool(self._open)
@@ -140,6 +150,11 @@ class Removals:
         """What it covers may come again, but from requests that ran when it began."""
         self._open.remove(removal)
         self._past.append(removal)
+        self._num_past_tokens += removal.num_tokens
+        while len(self._past) > MAX_PAST or self._num_past_tokens > MAX_PAST_TOKENS:
+            oldest = self._past.popleft()
+            self._num_past_tokens -= oldest.num_tokens
+            self._unknown = max(self._unknown, oldest.number)
 
     def clear(self) -> None:
         """The tree is empty."""
@@ -158,8 +173,10 @@ class Removals:
         return any(removal.covers(key) for removal in self._open)
 
     def cover_since(self, key: RadixKey, number: int) -> bool:
-        """Whether they are, or were forgotten by a removal behind that one."""
+        """Whether they are, or were forgotten by a removal behind that one, or may have been."""
         if self.number == number and not self._open:
             return False
+        if number < self._unknown:
+            return True
         past = any(removal.number > number and removal.covers(key) for removal in self._past)
         return past or self.cover(key)

@@ -13,7 +13,7 @@ def keys_of(planner: Planner, selector: Selector, sessions: Sessions) -> list[Ra
     tenant or of everything, and of a namespace, none. Copies a session's tokens."""
     tree = planner.tree
     if selector.kind is SelectorKind.SESSION:
-        return [tree.path_key(end) for end in sessions.ends(selector.name)]
+        return [tree.path_key(end) for end in session_ends(selector, sessions)]
     key = selector.key
     return [key.page_aligned(tree.page_size)] if key is not None and key.num_pages(tree.page_size) else []
 
@@ -22,12 +22,20 @@ def ends_of(planner: Planner, selector: Selector, sessions: Sessions) -> list[No
     """Where the paths end of all that it names in the tree. O(nodes of that)."""
     tree, key = planner.tree, selector.key
     if selector.kind is SelectorKind.SESSION:
-        return sessions.ends(selector.name)
-    if key is not None and key.num_pages(tree.page_size):
+        return session_ends(selector, sessions)
+    if key is not None and len(key):
+        if not key.num_pages(tree.page_size):
+            return []
         node = tree.match(key).loadable_node  # splits where the key ends
         deepest = tree.find(key)
         return [deepest if deepest.end > node.end else node] if deepest.end else []
     return [node for node in nodes_of(planner, selector) if not node.children]
+
+
+def session_ends(selector: Selector, sessions: Sessions) -> list[Node]:
+    """Where a session's prompts end, of its tenant's where the selector names one."""
+    ends = sessions.ends(selector.name)
+    return [end for end in ends if selector.tenant in ("", end.space.tenant)]
 
 
 def nodes_of(planner: Planner, selector: Selector) -> list[Node]:

@@ -37,6 +37,7 @@ from hiradix.intents.limits import IntentLimits
 from hiradix.tree import BACKBONE, DEVICE, HOST, Node, RadixKey
 
 MAX_WARMED: Final = 64  # wishes that have ended and whose pages' uses are counted
+MAX_RECEIPT_TOKENS: Final = 1 << 22  # of prefixes that wishes which have ended named; one may have more
 
 
 class Intents:
@@ -63,6 +64,7 @@ class Intents:
         self._saved_tokens = 0
         self._warmed: deque[IntentJob] = deque(maxlen=MAX_WARMED)
         self._is_applying = False
+        self._num_ended_tokens = 0  # of prefixes that wishes which have ended named
 
     # -- what callers do ----------------------------------------------------------------
 
@@ -81,7 +83,7 @@ class Intents:
         self._jobs[job.id] = job
         self._open[job.id] = job
         if refusal:
-            job.end(IntentState.REFUSED, refusal)
+            job.refuse(refusal)
         if not job.is_open:
             self._close(job)
         return job.receipt()
@@ -207,9 +209,11 @@ class Intents:
                 if is_empty:
                     job.forget_locks()
                 job.end(IntentState.CANCELLED, "the cache was reset")
+            elif job.state is IntentState.ACCEPTED:
+                continue  # it is applied to what comes next, and to storage
             elif isinstance(job, Forgetting):
                 job.reset()
-            elif job.state is not IntentState.ACCEPTED:
+            else:
                 job.end(IntentState.CANCELLED, "the cache was reset")
             if not job.is_open:
                 self._close(job)
@@ -240,6 +244,8 @@ class Intents:
             if intent.target not in (*TIERS_BY_NAME, "storage", *self._other_stores()):
                 known = ", ".join(self._other_stores()) or "none"
                 return f"target: no store {intent.target!r} is open; others than the cache's own: {known}"
+        if intent.verb is Verb.LOCATE and "storage" not in tiers:
+            return ""  # it is answered at once
         if is_new and len(self._open) >= self.limits.max_open:
             return f"{self.limits.max_open} wishes have not ended"
         own = sum(job.intent.asked_by == intent.asked_by for job in self._open.values())
@@ -311,9 +317,12 @@ class Intents:
         if job.intent.verb is Verb.FORGET:
             for tier, amount in job.by_tier.items():
                 self._forgotten[tier] = self._forgotten.get(tier, 0) + amount.tokens
-        while len(self._jobs) - len(self._open) > self.limits.max_receipts:
+        self._num_ended_tokens += _num_tokens(job)
+        while (num_ended := len(self._jobs) - len(self._open)) > self.limits.max_receipts or (
+            num_ended > 1 and self._num_ended_tokens > MAX_RECEIPT_TOKENS
+        ):
             oldest = next(number for number in self._jobs if number not in self._open)
-            del self._jobs[oldest]
+            self._num_ended_tokens -= _num_tokens(self._jobs.pop(oldest))
 
     # -- figures ------------------------------------------------------------------------
 
@@ -370,6 +379,11 @@ class Intents:
         for job in self._jobs.values():
             if job.is_open and job.id not in self._open:
                 raise Misuse(f"wish {job.id} is {job.state.value}, and nobody carries it out")
+
+
+def _num_tokens(job: IntentJob) -> int:
+    key = job.intent.selector.key
+    return 0 if key is None else len(key)
 
 
 def _is_same(one: Selector, other: Selector, page_size: int) -> bool:
