@@ -176,7 +176,7 @@ class Answering:
             limit = max(1, context - len(ids)) if asked.limit is None else params.max_new_tokens
             limit = max(limit, params.min_new_tokens)
             for number in range(asked.num_answers):
-                seed = None if params.seed is None else params.seed + number
+                seed = None if params.seed is None else _wrapped(params.seed + number)
                 own = replace(params, max_new_tokens=limit, seed=seed)
                 rid = f"{request_id}-{len(found)}" if found else request_id
                 found.append(Generation(rid, ids, own, asked.scope))
@@ -230,6 +230,11 @@ class Answering:
         if sum(1 + len(item.top) for item in shown) <= MANY_LOGPROBS:
             return make()
         return await self._long_answers.run(make, SHOW_TIMEOUT_S)
+
+
+def _wrapped(seed: int) -> int:
+    """As 64 bits have it."""
+    return (seed + 2**63) % 2**64 - 2**63
 
 
 def _is_of_tools(message: Json) -> bool:
