@@ -9,7 +9,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from hiradix.apps.engine.api import Output
-from tests.server.scripted import ANSWER, ScriptedService, application
+from hiradix.apps.server.tools import FORMATS, CallReader, TextDelta
+from tests.server.scripted import ANSWER, ScriptedService, application, piece
 
 USER = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "get", "parameters": {"type": "object"}}}
@@ -58,3 +59,61 @@ def test_a_functions_name_is_checked_in_every_dialect(name: str) -> None:
 def test_a_hint_names_the_field_that_its_template_cannot_have() -> None:
     _, reply = ask("/v1/end_of_session", {"messages": USER, "chat_template_kwargs": {"tools": 1}})
     assert reply.status_code == 400 and reply.json()["error"]["param"] == "chat_template_kwargs"
+
+
+HALF = "\\ud800"
+NO_CALLS = [
+    r'{"name": "get\_x", "arguments": {"x": 1}}',
+    r'{"name": "\u12", "arguments": {"x": 1}}',
+    '{"name": "", "arguments": {"x": 1}}',
+    f'{{"name": "{HALF}", "arguments": {{"x": 1}}}}',
+    f'{{"name": "get", "arguments": "{HALF}"}}',
+]
+CALLS = [
+    '{"name": "get", "arguments": {"x": 1e999}}',
+    '{"name": "get", "arguments": {"x": NaN}}',
+    f'{{"name": "get", "arguments": {{"x": "{HALF}"}}}}',
+    f'{{"arguments": {{"x": "{HALF}"}}, "name": "get"}}',
+    '{"name": "get", "arguments": ' + '{"a":' * 5000 + "1" + "}" * 5001,
+    '{"name": "get", "arguments": "5"}',
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("call", [*NO_CALLS, *CALLS], ids=lambda call: call[:60])
+def test_no_call_that_a_model_writes_breaks_an_answer(call: str, stream: bool) -> None:
+    script = (piece(f"<tool_call>{call}</tool_call>", "tool_calls"),)
+    flat = {"type": "function", "name": "get"}
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/chat/completions", {"messages": USER, "tools": [TOOL]}),
+        ("/v1/messages", {"messages": USER, "max_tokens": 9, "tools": [{"name": "get", "input_schema": {}}]}),
+        ("/v1/responses", {"input": "a", "tools": [flat]}),
+    ]
+    for path, body in bodies:
+        _, reply = ask(path, {**body, "stream": stream}, script)
+        assert reply.status_code == 200, (path, reply.text)
+        is_call = '"name":"get"' in reply.text
+        assert is_call == (call in CALLS), (path, reply.text)
+        if stream:
+            assert (
+                reply.text.count("[DONE]")
+                or '"stop_reason":"' in reply.text
+                or "response.completed" in reply.text
+            )
+    _, reply = ask(*bodies[1], script)
+    for block in reply.json()["content"]:
+        assert block["type"] == "text" or isinstance(block["input"], dict)
+
+
+@pytest.mark.parametrize("answer", ["<function= >x</function>", '[get(x="\\ud800")]'])
+def test_a_call_of_another_form_has_a_name_and_whole_characters(answer: str) -> None:
+    form = "qwen3_coder" if "function" in answer else "pythonic"
+    reader = CallReader(FORMATS[form])
+    deltas = [
+        *reader.push(f"<tool_call>{answer}</tool_call>" if form == "qwen3_coder" else answer),
+        *reader.finish(),
+    ]
+    for delta in deltas:
+        text = delta.text if isinstance(delta, TextDelta) else delta.arguments
+        assert text.encode()
+        assert isinstance(delta, TextDelta) or delta.name == "get"
