@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
 from dataclasses import replace
 
 import llguidance  # noqa: F401
@@ -117,6 +118,44 @@ def test_grammars_are_kept_and_forgotten(make_engine: MakeEngine, monkeypatch: p
     for text in ("ab", "cd", "ef", "ab"):
         grammars.check(forms.of_choice([text]))
     assert len(grammars._known) == 2
+
+
+def test_while_one_is_compiled_the_engine_finds_another(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars = make_engine(cache=PAGES).grammars
+    assert grammars is not None
+    known, slow = forms.of_regex("a"), forms.of_regex("b+")
+    grammars.check(known)
+    begun, may_end, compiled = threading.Event(), threading.Event(), grammars._compiled
+
+    def slowly(grammar: str) -> object:
+        begun.set()
+        assert may_end.wait(30)
+        return compiled(grammar)
+
+    monkeypatch.setattr(grammars, "_compiled", slowly)
+    compiling = threading.Thread(target=grammars.check, args=(slow,), daemon=True)
+    compiling.start()
+    assert begun.wait(30)
+    found = threading.Thread(target=grammars.matcher, args=(known,), daemon=True)
+    found.start()
+    found.join(10)
+    was_held_up = found.is_alive()
+    may_end.set()
+    compiling.join(30)
+    assert not was_held_up
+
+
+def test_a_grammar_that_takes_too_long_is_refused_before_it_runs(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars = make_engine(cache=PAGES).grammars
+    assert grammars is not None
+    monkeypatch.setattr(forms, "MAX_COMPILE_S", 0.0)
+    with pytest.raises(RequestError, match="to compile"):
+        grammars.check(forms.of_regex("(ab|c)+"))
+    assert not grammars._known
 
 
 def test_tool_markers_say_why_an_answer_ended(make_engine: MakeEngine) -> None:

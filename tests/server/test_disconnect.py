@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import httpx
 import pytest
 
-from hiradix.apps.engine.api import EngineBusy
+from hiradix.apps.engine.api import EngineBusy, RequestError
 from tests.server.live import DEADLINE_S, running
 from tests.server.scripted import ScriptedService, application, piece
 
@@ -100,6 +100,37 @@ def test_a_refusal_that_nobody_waits_for_is_no_error_of_ours() -> None:
     played(story, LateRefusal())
     gc.collect()
     assert logged == []
+
+
+class OneOfAName(ScriptedService):
+    """Refuses, as the engine does, a request under a name that one has which is being served."""
+
+    async def generate(self, generation):  # type: ignore[no-untyped-def, override]
+        if generation.rid in [one.rid for one in self.requests]:
+            raise RequestError(f"a request with id {generation.rid!r} is being served already")
+        async for output in super().generate(generation):
+            yield output
+
+
+def test_a_client_that_takes_anothers_name_ends_none_of_his_answers() -> None:
+    async def story(service: ScriptedService, url: str) -> None:
+        async with httpx.AsyncClient(trust_env=False) as http:
+
+            async def post(**fields: object) -> httpx.Response:
+                body = {"prompt": "a", **fields}
+                return await http.post(f"{url}/v1/completions", json=body, timeout=DEADLINE_S)
+
+            his = asyncio.create_task(post(request_id="x", n=2))
+            while len(service.requests) < 2:
+                await asyncio.wait_for(asyncio.sleep(0.01), DEADLINE_S)
+            for fields in ({"request_id": "x", "n": 2}, {"request_id": "x-1"}, {"rid": "x"}):
+                reply = await post(**fields)
+                assert reply.status_code == 400 and reply.json()["error"]["param"] == "request_id", reply.text
+            assert service.aborted == [] and not his.done()
+            service.stopped.set()
+            assert (await his).status_code == 200
+
+    played(story, OneOfAName(hold=True))
 
 
 def test_client_that_stays_is_not_aborted() -> None:

@@ -97,8 +97,7 @@ class Engine:
         kinds = self._model.windows if self._model.states is None else self._model.states
         self._pools = build_pools(config, self._model.shape, kinds, self.context_length)
         self.cache: PrefixCache = self._build_cache(build_cache, group)
-        wishes = self.cache.cache.intents
-        self._intents = IntentApi(lambda ask: ask(wishes))
+        self._intents = IntentApi(lambda ask: ask(self.cache.cache.intents))
         self._wakeup = threading.Event()
         self.cache.set_wakeup(self._wakeup.set)
         limits = _limits(config, self._pools)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from hiradix.apps.engine.api import RequestError
 INSTALL_HINT = "needs pip install 'hiradix[structured]'"
 MAX_KEPT = 64
 MAX_CHARS = 1 << 20  # of one form's text
+MAX_COMPILE_S = 5.0  # of the processor: the engine may have to do it again, and its other ranks do
 
 
 class Matcher:
@@ -66,23 +68,32 @@ class Grammars:
         self._ends = sorted(end_token_ids)
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
+        self._vocabulary_lock = threading.Lock()
         self._vocabulary: Any = None
         self._known: OrderedDict[str, Any] = OrderedDict()
 
     def check(self, grammar: str) -> None:
-        """Compile it, for `matcher` to find. RequestError where it is none, or the library is not there."""
+        """Compile it, for `matcher` to find. RequestError where it is none, or the library is not there, or it
+        takes more than MAX_COMPILE_S."""
+        self._vocabulary_once()
+        start_s = time.thread_time()
         self.matcher(grammar)
+        if time.thread_time() - start_s > MAX_COMPILE_S:
+            with self._lock:
+                self._known.pop(grammar, None)
+            raise RequestError(f"grammar: takes more than {MAX_COMPILE_S:g} s to compile")
 
     def matcher(self, grammar: str) -> Matcher:
-        """A matcher at the beginning of `grammar`. RequestError."""
+        """A matcher at the beginning of `grammar`. RequestError. While one is compiled others are found."""
         with self._lock:
             known = self._known.get(grammar)
-            if known is None:
-                known = self._compiled(grammar)
-                self._known[grammar] = known
-                if len(self._known) > MAX_KEPT:
-                    self._known.popitem(last=False)
+        if known is None:
+            known = self._compiled(grammar)
+        with self._lock:
+            self._known[grammar] = known
             self._known.move_to_end(grammar)
+            if len(self._known) > MAX_KEPT:
+                self._known.popitem(last=False)
             return Matcher(known.deep_copy())
 
     def special_token(self, text: str) -> int | None:
@@ -91,13 +102,16 @@ class Grammars:
         return found if found is not None and found in self._tokenizer.all_special_ids else None
 
     def _compiled(self, grammar: str) -> Any:
-        library = _library()
-        if self._vocabulary is None:
-            self._vocabulary = self._make_vocabulary()
-        matcher = library.LLMatcher(self._vocabulary, grammar, log_level=0)
+        matcher = _library().LLMatcher(self._vocabulary_once(), grammar, log_level=0)
         if matcher.is_error():
             raise RequestError(f"grammar: {matcher.get_error()[:500]}")
         return matcher
+
+    def _vocabulary_once(self) -> Any:
+        with self._vocabulary_lock:
+            if self._vocabulary is None:
+                self._vocabulary = self._make_vocabulary()
+            return self._vocabulary
 
     def _make_vocabulary(self) -> Any:
         _library()

@@ -76,6 +76,7 @@ class Answering:
         self.started = int(time.time())
         self._metrics = metrics
         self._needs_salt = needs_salt
+        self._serving: set[str] = set()
         self._long_answers = BoundedExecutor("long answers to show", 1, MAX_SHOWN)
         self._grammars = BoundedExecutor("grammars to compile", 1, MAX_GRAMMARS)
         template = "" if service.tokenizer is None else service.tokenizer.chat_template
@@ -176,7 +177,7 @@ class Answering:
             limit = max(1, context - len(ids)) if asked.limit is None else params.max_new_tokens
             limit = max(limit, params.min_new_tokens)
             for number in range(asked.num_answers):
-                seed = None if params.seed is None else params.seed + number
+                seed = None if params.seed is None else _wrapped(params.seed + number)
                 own = replace(params, max_new_tokens=limit, seed=seed)
                 rid = f"{request_id}-{len(found)}" if found else request_id
                 found.append(Generation(rid, ids, own, asked.scope))
@@ -205,10 +206,12 @@ class Answering:
     async def answer(self, request: Request, job: AnswerJob) -> Response:
         """The response, whole or as events."""
         renderer = job.renderer
+        rids = self._taken(job)
         run = Run(self.service, job.generations, request, job.field, self._metrics.observed, job.num_answers)
         pieces = _pieces(run, job)
         tally = Tally(job.num_answers)
         async with AsyncExitStack() as stack:
+            stack.callback(self._serving.difference_update, rids)
             stack.push_async_callback(run.aclose)
             try:
                 if not job.is_streamed:
@@ -218,6 +221,15 @@ class Answering:
                 return Response(status_code=CLIENT_CLOSED_REQUEST)
             return EventStream(_events(first, pieces, tally, renderer), stack.pop_all().aclose)
         raise AssertionError("the stack suppresses nothing")
+
+    def _taken(self, job: AnswerJob) -> list[str]:
+        """Its answers' names, which are no others' until they are given back: whoever leaves ends what has
+        them. ApiError where another request has one."""
+        rids = [generation.rid for generation in job.generations]
+        if not self._serving.isdisjoint(rids):
+            raise ApiError("request_id: a request of this name is being served", param="request_id")
+        self._serving.update(rids)
+        return rids
 
     async def _whole(self, pieces: AsyncIterator[Piece], tally: Tally, renderer: Renderer) -> Response:
         answers: dict[int, WholeAnswer] = {}
@@ -230,6 +242,11 @@ class Answering:
         if sum(1 + len(item.top) for item in shown) <= MANY_LOGPROBS:
             return make()
         return await self._long_answers.run(make, SHOW_TIMEOUT_S)
+
+
+def _wrapped(seed: int) -> int:
+    """As 64 bits have it."""
+    return (seed + 2**63) % 2**64 - 2**63
 
 
 def _is_of_tools(message: Json) -> bool:

@@ -123,10 +123,13 @@ def plain_messages(messages: Sequence[MessageBody]) -> list[Json]:
     return [message.plain(f"messages.{number}") for number, message in enumerate(messages)]
 
 
+FunctionName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:-]+$")]
+
+
 class FunctionBody(StrictBody):
     """A function that the model may call. strict: calls match `parameters` where they are forced."""
 
-    name: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:-]+$")]
+    name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

@@ -137,7 +137,7 @@ class GenerationBody(AddressedBody):
                 stop_token_ids=tuple(self.stop_token_ids or ()),
                 include_stop_str_in_output=bool(self.include_stop_str_in_output),
                 ignore_eos=bool(self.ignore_eos),
-                skip_special_tokens=self.skip_special_tokens is not False,
+                skip_special_tokens=more.pop("skip_special_tokens", self.skip_special_tokens is not False),
                 seed=self.seed,
                 logprobs=logprobs,
                 prompt_logprobs=more.pop("prompt_logprobs", self.prompt_logprobs),

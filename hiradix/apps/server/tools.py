@@ -81,7 +81,7 @@ def _python(text: str) -> Calls:
         if not isinstance(node, ast.Call) or node.args or any(word.arg is None for word in node.keywords):
             raise ValueError("not a list of calls by keyword")
         values = {str(word.arg): ast.literal_eval(word.value) for word in node.keywords}
-        calls.append((ast.unparse(node.func), json.dumps(values, ensure_ascii=False)))
+        calls.append((ast.unparse(node.func), _json(values)))
     if not calls:
         raise ValueError("no call")
     return calls
@@ -96,10 +96,25 @@ def _xml(text: str) -> Calls:
     calls: Calls = []
     for name, body in _XML_CALL.findall(text):
         values = {key.strip(): _json_or_text(value) for key, value in _XML_VALUE.findall(body)}
-        calls.append((name.strip(), json.dumps(values, ensure_ascii=False)))
+        calls.append((name.strip(), _json(values)))
     if not calls:
         raise ValueError("no call")
     return calls
+
+
+def _json(value: Any) -> str:
+    """As JSON; half a character, which UTF-8 has no bytes for, stays escaped."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if _is_whole(text) else json.dumps(value)
+
+
+def _is_whole(text: str) -> bool:
+    """Whether UTF-8 has it: JSON and Python can write half a character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _json_or_text(text: str) -> Any:
@@ -378,6 +393,8 @@ class CallReader:
         assert form.parse is not None
         try:
             calls = form.parse(body)
+            if not all(name and _is_whole(name) for name, _ in calls):
+                raise ValueError("a call without a name")
         except (ValueError, TypeError, RecursionError):
             mark = form.end if at >= 0 else ""
             self._rest = body + mark + rest
@@ -438,8 +455,13 @@ class _GrowingObject:
 
     def _find_name(self, more: str = "") -> None:
         if self.name is None and not self.is_whole and (head := _HEAD.match(self.text + more)):
-            self.name, self._from = json.loads(head[1], strict=False), head.end()
-            self._taken = self._from
+            try:
+                name = json.loads(head[1], strict=False)
+            except ValueError:  # an escape that JSON has not
+                return
+            if name and _is_whole(name):
+                self.name, self._from = name, head.end()
+                self._taken = self._from
 
     def take(self) -> str:
         """What is new of the arguments."""
@@ -456,9 +478,10 @@ def _call_of(text: str, form: ToolFormat) -> tuple[str, str] | None:
         return None
     name = value.get("name")
     arguments = value.get("arguments", value.get("parameters", {}))
-    if not isinstance(name, str) or not isinstance(arguments, dict | str):
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict | str):
         return None
-    return name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    text = arguments if isinstance(arguments, str) else _json(arguments)
+    return (name, text) if _is_whole(name) and _is_whole(text) else None
 
 
 def new_call_id(form: ToolFormat) -> str:

@@ -359,11 +359,13 @@ def _stop(finish_reason: str | None, matched: str | None) -> Json:
 
 
 def _input(arguments: str) -> Any:
-    """A call's arguments; those that were cut short as text."""
+    """A call's arguments; those that were cut short, and what is no object of JSON's values, as text."""
     try:
-        return json.loads(arguments, strict=False)
-    except ValueError:
-        return {"partial_json": arguments}
+        value = json.loads(arguments, strict=False)
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"partial_json": arguments}
 
 
 class Anthropic:

@@ -26,6 +26,7 @@ from hiradix.apps.server.messages import (
     MAX_TOOLS,
     FunctionBody,
     FunctionCall,
+    FunctionName,
     NamedFunction,
     NamedTool,
     ToolBody,
@@ -80,7 +81,7 @@ class FlatTool(StrictBody):
     """A function that the model may call."""
 
     type: Literal["function"]
-    name: str
+    name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
