@@ -36,7 +36,7 @@ class Reason(Enum):
     EVICTED = "evicted"  # was here; the eviction policy took it from its last tier
     FLUSHED = "flushed"
     FORGOTTEN = "forgotten"  # deleted because somebody asked for it
-    OTHER_NAMESPACE = "other_namespace"  # is here under another cache_salt or extra_key
+    OTHER_NAMESPACE = "other_namespace"  # begins as what is here under another cache_salt or extra_key
     DAMAGED = "damaged"  # a tier said that it had it and did not give it whole, or as another model's
     BELOW_THRESHOLD = "below_threshold"  # too short to ask storage for
     PREDICTED_SLOWER = "predicted_slower"  # than computing: the no-regret gate

@@ -291,9 +291,13 @@ def shown_value(one: Setting, value: Any) -> Any:
         return "***"
     if one.type not in UNSHOWN:
         return redact(list(value) if isinstance(value, tuple) else value, one.name)
-    return redact({name: _as_object(item) for name, item in dict(value).items()})
+    return redact({name: _without_json(item) for name, item in dict(value).items()})
 
 
-def _as_object(value: Any) -> Any:
-    """A store that is given as text is hidden whole, but for a file's name."""
-    return "***" if isinstance(value, str) and value.lstrip().startswith("{") else value
+def _without_json(value: Any) -> Any:
+    """What is given as JSON text, at any depth, such as a store, is hidden whole."""
+    if isinstance(value, Mapping):
+        return {name: _without_json(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_json(item) for item in value]
+    return "***" if isinstance(value, str) and value.lstrip().startswith(("{", "[")) else value

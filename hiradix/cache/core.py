@@ -146,7 +146,8 @@ class HierarchicalCache:
 
     @property
     def load_refusal(self) -> Reason | None:
-        """Why the last `load_back` that was asked for was not made; None if it was."""
+        """Why the `load_back` that was asked for since the last `match` was not made; None if it was, or none
+        was asked for."""
         return None if self._load_back is None else self._load_back.refusal
 
     # -- one request's life -------------------------------------------------------------
@@ -198,6 +199,8 @@ class HierarchicalCache:
 
     def match(self, key: RadixKey) -> Match:
         """The deepest boundaries of `key`: usable on the device as it is, and after a load back."""
+        if self._load_back is not None:
+            self._load_back.refusal = None
         return self._usable(self.tree.match(key))
 
     def _usable(self, match: Match) -> Match:

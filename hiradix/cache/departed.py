@@ -25,6 +25,7 @@ ENTRY_BYTES: Final = 8 + 1 + 1 + 4  # name, reason, tier, when
 DEFAULT_NAMES: Final = 1 << 18
 MOST_PENDING: Final = 1024  # nodes that have left and are not in the table yet
 MOST_FIRST_PAGES: Final = 1 << 14
+FIRST_TOKENS: Final = 64  # of a prompt: as long a beginning in another namespace is no chance
 
 Names = npt.NDArray[np.uint64]
 _REASONS: Final = tuple(Reason)
@@ -104,8 +105,8 @@ class DepartureTable:
 class Departed:
     """Watches a tree and remembers which pages have left all of its tiers. Scheduler thread only.
 
-    because(reason): why what leaves meanwhile does so; else it is evicted. first_spaces: namespaces that the
-    first pages of prompts were seen in, by those pages' plain names.
+    because(reason): why what leaves meanwhile does so; else it is evicted. first_spaces: namespaces that
+    beginnings of FIRST_TOKENS are in, by the plain name of their last page.
     """
 
     def __init__(self, tree: RadixTree, clock: Callable[[], float], num_names: int = DEFAULT_NAMES):
@@ -114,6 +115,7 @@ class Departed:
         self._clock = clock
         self._reason = Reason.EVICTED
         self._pending: list[tuple[bytes, Departure]] = []
+        self._num_first = -(-FIRST_TOKENS // tree.page_size)
         self._first_spaces: dict[bytes, set[Namespace]] = {}
         tree.add_watch(self)
 
@@ -129,11 +131,13 @@ class Departed:
     # -- what the tree says -------------------------------------------------------------
 
     def stored(self, node: Node, tier: int) -> None:
-        if node.start == 0:
+        if node.start < self._num_first <= node.end:
             self._note_first(node)
 
     def removed(self, node: Node, tier: int) -> None:
         if node.device.pages is None and node.host.pages is None:
+            if node.start < self._num_first <= node.end:
+                self._forget_first(node)
             names = self.names(node)
             departure = Departure(self._reason, HOST if tier else DEVICE, self._clock())
             self._pending.append((names, departure))
@@ -162,21 +166,23 @@ class Departed:
     def now_s(self) -> float:
         return self._clock()
 
-    def leading(self, node: Node, key: RadixKey, end: int) -> list[Departure]:
-        """Departures of the pages of `key` behind `node`, which is on its way, up to page `end` or the first
-        that has not left."""
-        if end <= node.end:
+    def leading(self, node: Node, key: RadixKey, end: int, skipped: int = 0) -> list[Departure]:
+        """Departures of the pages of `key` behind `node`, which is on its way, and `skipped` more, up to page
+        `end` or the first that has not left."""
+        if end <= node.end + skipped:
             return []
         self._settle()
         prior = self._last_name(node) or _seed(key.space)
         names = page_names(prior, key, node.end, end, self._tree.page_size)
-        return self.table.leading(np.frombuffer(names, np.uint64))
+        return self.table.leading(np.frombuffer(names, np.uint64)[skipped:])
 
     def is_in_other_namespace(self, key: RadixKey) -> bool:
-        """Whether the first page of `key` was seen in another namespace, and not in its own."""
-        if key.num_pages(self._tree.page_size) == 0:
+        """Whether the first FIRST_TOKENS of `key`, in whole pages, are in another namespace, and not in its
+        own."""
+        if key.num_pages(self._tree.page_size) < self._num_first:
             return False
-        spaces = self._first_spaces.get(page_names(b"", key, 0, 1, self._tree.page_size))
+        names = page_names(b"", key, 0, self._num_first, self._tree.page_size)
+        spaces = self._first_spaces.get(names[-NAME_BYTES:])
         return bool(spaces) and key.space not in spaces  # type: ignore[operator]
 
     # -- names --------------------------------------------------------------------------
@@ -207,19 +213,39 @@ class Departed:
     def _last_name(self, node: Node) -> bytes:
         return self.names(node)[-NAME_BYTES:] if node.end else b""
 
+    def _first_name(self, node: Node) -> bytes:
+        """The plain name of the last of the first pages, which `node` has."""
+        size, space, name = self._tree.page_size, node.space, b""
+        path: list[Node] = []
+        at: Node | None = node
+        while at is not None and at.end:
+            path.append(at)
+            at = _above(at)
+        for one in reversed(path):
+            count = min(one.end, self._num_first) - one.start
+            run = one.run[: (count * size + space.lookahead) * one.width]
+            extras = None if one.extras is None else one.extras[:count]
+            name = names_of_run(name, run, one.width, extras, space, count, size)[-NAME_BYTES:]
+        return name
+
     def _note_first(self, node: Node) -> None:
-        size, space = self._tree.page_size, node.space
-        row = node.run[: (size + space.lookahead) * node.width]
-        extras = None if node.extras is None else node.extras[:1]
-        name = names_of_run(b"", row, node.width, extras, space, 1, size)
+        name = self._first_name(node)
         spaces = self._first_spaces.pop(name, None)
         if spaces is None:
             spaces = set()
             if len(self._first_spaces) >= MOST_FIRST_PAGES:
                 del self._first_spaces[next(iter(self._first_spaces))]
         if len(spaces) < WAYS:
-            spaces.add(space)
+            spaces.add(node.space)
         self._first_spaces[name] = spaces
+
+    def _forget_first(self, node: Node) -> None:
+        name = self._first_name(node)
+        spaces = self._first_spaces.get(name)
+        if spaces is not None:
+            spaces.discard(node.space)
+            if not spaces:
+                del self._first_spaces[name]
 
     def _settle(self) -> None:
         """Enter what has left into the table, in order."""

@@ -88,49 +88,56 @@ class Misses:
         size = self._tree.page_size
         whole = key.num_pages(size) * size
         at = start
-        node = self._tree.find(key)
-        known = min(node.end * size, end)
+        node, child, num_in_child = self._tree.follow(key)
+        found = (node.end + num_in_child) * size
+        known = min(found, end)
         if known > at:
             yield Span(at, known, TokenSource.COMPUTED, Reason.BOUNDARY, self._boundary_text(node))
             at = known
-        if at < whole and self._departed is not None and at == node.end * size:
-            for departure, count in self._gone(node, key, whole // size):
+        if at < whole and self._departed is not None and at == found:
+            for departure, count in self._gone(node, key, whole // size, num_in_child):
                 yield Span(
                     at, at + count * size, TokenSource.COMPUTED, departure.reason, self._gone_text(departure)
                 )
                 at += count * size
         if at < whole:
-            reason, detail = self._new(node, key) if at == node.end * size else (Reason.NEVER_SEEN, "")
+            is_new = at == found
+            reason, detail = self._new(node, key, child, num_in_child) if is_new else (Reason.NEVER_SEEN, "")
             yield Span(at, whole, TokenSource.COMPUTED, reason, detail)
             at = whole
         if at < end:
             yield Span(at, end, TokenSource.COMPUTED, Reason.BOUNDARY, "less than a page, or the last token")
 
-    def _gone(self, node: Node, key: RadixKey, end: int) -> Iterator[tuple[Departure, int]]:
-        """What has left of the pages of `key` behind `node`, alike ones together, and how many pages that is."""
+    def _gone(self, node: Node, key: RadixKey, end: int, skipped: int) -> Iterator[tuple[Departure, int]]:
+        """What has left of the pages of `key` behind `node` and `skipped` more, alike ones together, and how
+        many pages that is."""
         assert self._departed is not None
-        left = self._departed.leading(node, key, end)
+        left = self._departed.leading(node, key, end, skipped)
         for (_, _), group in groupby(left, key=lambda one: (one.reason, one.tier)):
             alike = list(group)
             yield alike[-1], len(alike)
 
-    def _new(self, node: Node, key: RadixKey) -> tuple[Reason, str]:
-        """Why what follows `node` on the way of `key`, and was never here, is not."""
-        if node.end == 0 and self._departed is not None and self._departed.is_in_other_namespace(key):
+    def _new(self, node: Node, key: RadixKey, child: Node | None, num_in_child: int) -> tuple[Reason, str]:
+        """Why what follows `node` on the way of `key`, and was never here, is not. child: the one that lies on
+        it in part, for so many pages."""
+        departed, is_at_root = self._departed, node.end + num_in_child == 0
+        if is_at_root and departed is not None and departed.is_in_other_namespace(key):
             return Reason.OTHER_NAMESPACE, "cached under another cache_salt or extra_key"
-        position = self._parting(node, key)
+        position = self._parting(node, key, child, num_in_child)
         if position is None:
             return Reason.NEVER_SEEN, ""
         return Reason.PARTED, f"differs at token {position} from a cached prompt"
 
-    def _parting(self, node: Node, key: RadixKey) -> int | None:
+    def _parting(self, node: Node, key: RadixKey, child: Node | None, num_in_child: int) -> int | None:
         """The token up to which `key` is like a prompt that goes on behind `node`; None: there is none in its
         namespace, or none shares its first token."""
-        size, start, best = self._tree.page_size, node.end * self._tree.page_size, -1
+        size, first = self._tree.page_size, num_in_child * self._tree.page_size
+        start, best = node.end * size + first, -1
         own = key.tokens[start : start + size]
-        for child in islice(reversed(node.children.values()), MOST_RELATIVES):
-            if child.space == key.space:
-                other = unpacked(child.run, child.width)[:size]
+        children = reversed(node.children.values()) if child is None else (child,)
+        for other_child in islice(children, MOST_RELATIVES):
+            if other_child.space == key.space:
+                other = unpacked(other_child.run, other_child.width)[first : first + size]
                 differs = own != other[: len(own)]
                 best = max(best, int(differs.argmax()) if differs.any() else len(own))
         return None if best < (0 if start else 1) else start + best

@@ -146,7 +146,8 @@ class Prefetcher:
         limit_s = self.policy.wait_limit_s(asked)
         num_pages = key.num_pages(self._tree.page_size)
         if not asked and num_pages > node.end:
-            withheld = (num_pages, Reason.BELOW_THRESHOLD)
+            is_long = self.policy.worth_asking(num_pages - node.end)
+            withheld = (num_pages, Reason.NO_ROOM if is_long else Reason.BELOW_THRESHOLD)
         elif asked and limit_s and not self.reads.no_regret.asks(asked):
             asked, withheld = 0, (num_pages, Reason.PREDICTED_SLOWER)
         if not asked and not node.end:
@@ -398,6 +399,8 @@ class Prefetcher:
             self._running.append(p)
             self.room.release(p)
         p.asked_pages, p.start_page, p.anchor, p.hit = asked, node.end, node, None
+        p.withheld = None
+        self._withheld.pop(p.handle, None)
         p.wants_hold, p.started_s = False, self._clock()
         p.begins_at(node.end)
         if not self._join(p, node):
@@ -525,8 +528,11 @@ class Prefetcher:
         look again."""
         if p.tickets or p.unread_pages != 0:
             raise Misuse(f"a prefetch ends with tickets {p.tickets} and {p.unread_pages} pages unread")
-        if p.phase is PrefetchPhase.READ and p.hit is not None and p.end_page < p.hit.end:
-            p.withheld = p.hit.end, Reason.STORAGE_FAILED if p.has_failed else Reason.DAMAGED
+        if p.phase is PrefetchPhase.READ and p.hit is not None:
+            if p.end_page < p.hit.end:
+                p.withheld = p.hit.end, Reason.STORAGE_FAILED if p.has_failed else Reason.DAMAGED
+            elif p.loaded_end < p.hit.end:
+                p.withheld = p.hit.end, Reason.NO_ROOM
         p.phase = PrefetchPhase.DONE
         self.room.may_have_changed()
         self._running.remove(p)

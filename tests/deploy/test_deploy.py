@@ -126,13 +126,30 @@ def test_the_image_says_settings_there_are(tmp_path: Path) -> None:
     (said,) = [line for line in file.splitlines() if line.startswith("ENV ")]
     pairs = dict(part.split("=", 1) for part in said.split()[1:])
     pairs.pop("PATH")
-    assert settings_problems(pairs, [], tmp_path) == () and pairs["HIRADIX_HOST"] == "0.0.0.0"
+    copied = re.search(r"^COPY deploy/(\S+) (\S+)$", file, re.MULTILINE)
+    assert copied is not None and pairs.pop("HIRADIX_CONFIG") == copied[2]
+    assert settings_problems(pairs, [], tmp_path, text(copied[1])) == ()
     port = resolve_serve([], pairs)["port"]
     assert f"EXPOSE {port}" in file and f"127.0.0.1:{port}/health" in file
     assert re.search(r"^USER (?!root)", file, re.MULTILINE) and '["hiradix", "serve"]' in file
     extras = re.search(r"'\.\[([a-z0-9,-]+)\]'", file)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert extras is not None and set(extras[1].split(",")) <= set(project["optional-dependencies"])
+
+
+def test_a_file_of_settings_overrules_what_the_image_says(tmp_path: Path) -> None:
+    """Variables go before files: what the image says by them, a ConfigMap says in vain."""
+    (said,) = [
+        line for line in text("Dockerfile").replace("\\\n", " ").splitlines() if line.startswith("ENV ")
+    ]
+    pairs = dict(part.split("=", 1) for part in said.split()[1:])
+    own = tmp_path / "serve.toml"
+    own.write_text('model_path = "/m"\nhicache_storage_backend = "redis"\nlog_format = "text"\n')
+    pairs["HIRADIX_CONFIG"] = str(own)
+    found = resolve_serve([], pairs)
+    asked = {name: found[name] for name in ("model_path", "hicache_storage_backend", "log_format")}
+    assert asked == {"model_path": "/m", "hicache_storage_backend": "redis", "log_format": "text"}
+    assert found["file_storage_path"] is None and found["host"] == "0.0.0.0"
 
 
 def test_the_manifests_fit_each_other_and_the_server(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from hiradix.cache.departed import WAYS, Departed, Departure, DepartureTable, page_names
+from hiradix.cache.departed import FIRST_TOKENS, WAYS, Departed, Departure, DepartureTable, page_names
+from hiradix.cache.misses import Hit, Misses
 from hiradix.explain import Reason
 from hiradix.tree import BACKBONE, DEVICE, HOST, Granularity, RadixKey, RadixTree
 from hiradix.tree.node import NAME_BYTES
@@ -157,13 +158,51 @@ def test_a_table_forgets_the_oldest_of_a_bucket_and_keeps_its_size(seed: int) ->
     assert table.num_bytes == size
 
 
-def test_a_first_page_is_known_in_other_namespaces() -> None:
+def test_a_beginning_is_known_in_other_namespaces_while_it_is_there() -> None:
     tree = RadixTree(PAGE)
     departed = Departed(tree, lambda: 0.0)
-    key = RadixKey(range(2 * PAGE), cache_salt="a")
-    tree.unlock(tree.insert(key, DEVICE, [np.arange(2, dtype=np.int32)]).lock)
+    count = FIRST_TOKENS // PAGE
+    key = RadixKey(range(FIRST_TOKENS + PAGE), cache_salt="a")
+    for end in (1, count + 1):  # two nodes
+        pages = np.arange(end, dtype=np.int32)
+        tree.unlock(tree.insert(key.head(end, PAGE), DEVICE, [pages if end == 1 else pages[1:]]).lock)
+        assert departed.is_in_other_namespace(RadixKey(range(FIRST_TOKENS))) is (end > 1)
     assert not departed.is_in_other_namespace(key)
-    assert departed.is_in_other_namespace(RadixKey(range(PAGE)))
-    assert departed.is_in_other_namespace(RadixKey(range(PAGE), "adapter", cache_salt="a"))
-    assert not departed.is_in_other_namespace(RadixKey(range(1, PAGE + 1)))
-    assert not departed.is_in_other_namespace(RadixKey(range(PAGE - 1))), "no whole page"
+    assert departed.is_in_other_namespace(RadixKey(range(FIRST_TOKENS), "adapter", cache_salt="a"))
+    assert not departed.is_in_other_namespace(RadixKey(range(1, FIRST_TOKENS + 1)))
+    other = [*range(FIRST_TOKENS - 1), 0]
+    assert not departed.is_in_other_namespace(RadixKey(other)), "a first token or page in common says nothing"
+    assert not departed.is_in_other_namespace(RadixKey(range(FIRST_TOKENS - 1))), "too short"
+    tree.match(key.head(2, PAGE))  # splits
+    tree.evict(BACKBONE, DEVICE, count)
+    assert not departed.is_in_other_namespace(RadixKey(range(FIRST_TOKENS))), "it is there no more"
+    assert not departed._first_spaces
+
+
+@pytest.mark.parametrize("width", [1, 1 << 40])
+def test_a_prompt_that_ends_within_a_node(width: int) -> None:
+    """One that was not looked up: the tree has it and more, in one node."""
+    tree = RadixTree(PAGE)
+    departed = Departed(tree, lambda: 0.0)
+    key = RadixKey([width, *range(6 * PAGE - 1)])
+    tree.unlock(tree.insert(key, DEVICE, [np.arange(6, dtype=np.int32)]).lock)
+    misses = Misses(tree, departed, "lru")
+
+    def spans(tokens: list[int]) -> list[tuple[int, int, Reason | None, str]]:
+        found = misses.explain("r", RadixKey(tokens), len(tokens), Hit(0, 0, 0))
+        return [(one.start, one.end, one.reason, one.detail) for one in found.spans]
+
+    own = key.tokens.tolist()
+    assert spans(own[: 3 * PAGE]) == [(0, 3 * PAGE, Reason.BOUNDARY, "")]
+    parted = [*own[: 2 * PAGE + 1], 77, *own[2 * PAGE + 2 : 4 * PAGE]]
+    assert spans(parted) == [
+        (0, 2 * PAGE, Reason.BOUNDARY, ""),
+        (2 * PAGE, 4 * PAGE, Reason.PARTED, f"differs at token {2 * PAGE + 1} from a cached prompt"),
+    ]
+    tree.cut(tree.find(key), 3)
+    tree.evict(BACKBONE, DEVICE, 3)
+    tree.match(key)
+    assert [one[:3] for one in spans(own)] == [
+        (0, 3 * PAGE, Reason.BOUNDARY),
+        (3 * PAGE, 6 * PAGE, Reason.EVICTED),
+    ]

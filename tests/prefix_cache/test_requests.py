@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from hiradix.config import HiCacheConfig, parse_extra_config
+from hiradix.explain import Reason
 from hiradix.prefix_cache import EvictParams, InsertParams, MatchPrefixParams, RadixKey
 from hiradix.prefix_cache.records import WINDOW
 from hiradix.tree import Tier
@@ -139,6 +140,9 @@ def test_a_load_that_the_quota_does_not_cover_is_none(make: Make, quota: int) ->
     assert found.host_hit_length == 20
     assert not len(bench.cache.init_load_back(found.last_host_node, 20, mem_quota=quota)[0])
     assert bench.cache.stats().load_refused == 20 and bench.cache.full_protected_size() == 0
+    assert bench.cache.cache.load_refusal is Reason.NO_ROOM
+    bench.cache.match_prefix(MatchPrefixParams(RadixKey(prompt(20))))
+    assert bench.cache.cache.load_refusal is None, "no reason of the next request's, which asks for no load"
     assert len(bench.cache.init_load_back(found.last_host_node, 20, mem_quota=20)[0]) == 20
     bench.settle()
     bench.check()

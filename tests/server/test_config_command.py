@@ -131,6 +131,10 @@ def test_show_hides_the_secrets_of_stores(tmp_path: Path, capsys: pytest.Capture
     arguments = ["--hicache-storage-backend-extra-config", extra, "--attachable", prepared]
     out, _ = run(capsys, "show", "--given", *arguments)
     assert out.count("***") == 3
+    extra = json.dumps({"lower": {"options": '{"password": "k1secret"}', "all": ['["k1secret"]']}})
+    arguments = ["--hicache-storage-backend-extra-config", extra, "--attachable", 'cold=["k1secret"]']
+    out, _ = run(capsys, "show", "--given", *arguments)
+    assert out.count("***") == 3, "JSON within"
 
 
 @pytest.mark.parametrize("entry", known(), ids=lambda entry: f"{entry.owner}-{entry.one.name}")
@@ -266,6 +270,30 @@ def test_each_remote_store_becomes_a_backend(url: str, backend: str, keys: dict[
     assert settings["hicache_storage_backend"] == backend
     assert settings["hicache_storage_backend_extra_config"] == keys
     assert settings["enable_hierarchical_cache"]
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("redis-sentinel://bob:k1secret@a:1,b:2", ""),
+        ("redis://:k1/secret@h:1", "remote_url: a / ? or # of a password is written %2F"),
+        ("redis://:k1#secret@h:1", "remote_url: a / ? or # of a password is written %2F"),
+        ("s3://name:k1secret@bucket/pages", "remote_url: this store takes no name and password"),
+        ("mooncakestore://name:k1secret@h:1", "remote_url: this store takes no name and password"),
+        ("redis:k1secret@h:1", "remote_url: expected a URL"),
+        ("redis://:k1secret@[h:1", "remote_url: is no URL that can be read"),
+    ],
+)
+def test_no_password_of_a_url_is_repeated(url: str, message: str) -> None:
+    try:
+        done = migrate({"remote_url": url})
+    except ConfigError as error:
+        assert message and str(error).startswith(message) and "secret" not in str(error)
+        return
+    assert not message and "secret" not in str(done)
+    assert done.settings["hicache_storage_backend_extra_config"] == {
+        "url": "redis://master", "sentinels": "a:1,b:2", "username": "bob", "password_env": "REDIS_PASSWORD",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("scheme", ["lm", "infinistore", "eic", "external", "audit", "blackhole"])

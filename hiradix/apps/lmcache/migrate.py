@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from hiradix.apps.lmcache.keys import EXTRA_KEYS, KEYS, Fate, LMCacheKey
 from hiradix.errors import ConfigError
@@ -199,7 +199,10 @@ class _Migration:
 
     def _remote_url(self) -> str:
         text = self._text("remote_url")
-        scheme = text.partition("://")[0].lower()
+        scheme, is_url, _ = text.partition("://")
+        if not is_url:
+            raise ConfigError("remote_url: expected a URL, such as redis://host:port")
+        scheme = scheme.lower()
         if scheme in _NO_STORE:
             return f"nothing: {_NO_STORE[scheme]}"
         makers: dict[str, Callable[[str], str]] = {
@@ -214,26 +217,34 @@ class _Migration:
         return makers[scheme](text)
 
     def _redis(self, text: str) -> str:
-        parts = urlsplit(text)
+        parts = _split(text)
+        if parts.scheme != "unix" and "@" in parts.path + parts.query + parts.fragment:
+            raise ConfigError("remote_url: a / ? or # of a password is written %2F %3F %23")
         backend = "valkey" if parts.scheme == "valkey" else "redis"
         scheme = "redis" if parts.scheme == "valkey" else parts.scheme
-        host = parts.netloc.rpartition("@")[2]
-        keys: dict[str, Any] = {"url": f"{scheme}://{host}{parts.path}"}
-        if parts.username:
-            keys["username"] = unquote(parts.username)
-        if parts.password:
-            keys["password_env"] = PASSWORD_VARIABLE
-        said = self._store(backend, **keys)
-        return f"{said} (its password: set {PASSWORD_VARIABLE})" if parts.password else said
+        login, _, host = parts.netloc.rpartition("@")
+        return self._with_login(login, backend, url=f"{scheme}://{host}{parts.path}")
 
     def _sentinels(self, text: str) -> str:
-        return self._store("redis", url="redis://master", sentinels=text.partition("://")[2].rstrip("/"))
+        login, _, sentinels = text.partition("://")[2].rstrip("/").rpartition("@")
+        return self._with_login(login, "redis", url="redis://master", sentinels=sentinels)
+
+    def _with_login(self, login: str, backend: str, **keys: Any) -> str:
+        """login: "name:password", or "" without; the password is said by a variable."""
+        name, _, password = login.partition(":")
+        if name:
+            keys["username"] = unquote(name)
+        if password:
+            keys["password_env"] = PASSWORD_VARIABLE
+        said = self._store(backend, **keys)
+        return f"{said} (its password: set {PASSWORD_VARIABLE})" if password else said
 
     def _s3(self, text: str) -> str:
+        _without_login(text)
         return self._store("s3", url=text)
 
     def _folder(self, text: str) -> str:
-        folders = urlsplit(text).path.split(",")
+        folders = _split(text).path.split(",")
         if len(folders) > 1:
             raise ConfigError(
                 "remote_url: several folders become one: give the file system's, or one of them"
@@ -241,7 +252,7 @@ class _Migration:
         return self._store("file", file_storage_path=folders[0] or "/")
 
     def _mooncake(self, text: str) -> str:
-        parts = urlsplit(text)
+        parts = _without_login(text)
         keys = {"master_server_address": parts.netloc}
         found = re.search(r"(?:^|&)device=([^&]+)", parts.query)
         if found is not None:
@@ -346,6 +357,21 @@ _AS_THEY_ARE = {
     for backend, _, ours in (to.partition(".") for to in key.to)
     if backend in ("mooncake", "s3") and not ours.endswith("_env")
 }
+
+
+def _split(text: str) -> SplitResult:
+    """ConfigError that repeats nothing of it: it may have a password."""
+    try:
+        return urlsplit(text)
+    except ValueError:
+        raise ConfigError("remote_url: is no URL that can be read") from None
+
+
+def _without_login(text: str) -> SplitResult:
+    parts = _split(text)
+    if "@" in parts.netloc:
+        raise ConfigError("remote_url: this store takes no name and password in its URL")
+    return parts
 
 
 def _path(text: str) -> str:
