@@ -207,9 +207,11 @@ class Intents:
                 if is_empty:
                     job.forget_locks()
                 job.end(IntentState.CANCELLED, "the cache was reset")
+            elif job.state is IntentState.ACCEPTED:
+                continue  # what it names may be in storage: it is applied with the next tick
             elif isinstance(job, Forgetting):
                 job.reset()
-            elif job.state is not IntentState.ACCEPTED:
+            else:
                 job.end(IntentState.CANCELLED, "the cache was reset")
             if not job.is_open:
                 self._close(job)
