@@ -207,6 +207,16 @@ class Generations(Stores):
             trusted = scope.trusted[component]
             return trusted[0] if trusted else None
 
+    def labels_to_forget(self, scope: _Scope) -> list[bytes] | None:
+        """All labels that pages may be under, trusted or not; None where the records cannot be read."""
+        if self._trust.identity is None:
+            with scope.lock:
+                if scope.is_due:
+                    self._look(scope)
+                if scope.is_unread:
+                    return None
+        return scope.known_labels()
+
     def num_adopted(self, component: int) -> int:
         """How often a generation of this component was adopted since it was opened."""
         return self._num_adopted[component]
@@ -616,10 +626,12 @@ class _Part(PageStore):
         return [not whole.stores] * len(batch)
 
     def delete(self, keys: Sequence[str]) -> bool:
-        """As the guard's, out of every generation that is known, whoever computed it."""
+        """As the guard's, out of every generation that has a record, whoever computed it."""
         batch = Batch.of(keys)
-        labels = self._whole.scope_of(batch.extra_key).known_labels()
-        return all([self._guard.delete(_in_generation(batch, label)) for label in labels])
+        labels = self._whole.labels_to_forget(self._whole.scope_of(batch.extra_key))
+        return labels is not None and all(
+            [self._guard.delete(_in_generation(batch, label)) for label in labels]
+        )
 
     def clear(self) -> bool:
         """As the guard's: all generations."""
@@ -630,9 +642,11 @@ class _Part(PageStore):
         return self._guard.forget_tenant(tenant)
 
     def forget_behind(self, keys: Sequence[str]) -> int | None:
-        """As the guard's, out of every generation that is known."""
+        """As the guard's, out of every generation that has a record."""
         batch = Batch.of(keys)
-        labels = self._whole.scope_of(batch.extra_key).known_labels()
+        labels = self._whole.labels_to_forget(self._whole.scope_of(batch.extra_key))
+        if labels is None:
+            return None
         counts = [self._guard.forget_behind(_in_generation(batch, label)) for label in labels]
         return None if None in counts else sum(count or 0 for count in counts)
 

@@ -39,7 +39,7 @@ NAMED = (
 OWN = (
     Fault(
         "server: the salt does not reach the engine",
-        "_Addressed.namespace",
+        "AddressedBody.namespace",
         "_1 = self.cache_salt",
         "_1 = None",
     ),

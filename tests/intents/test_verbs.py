@@ -296,6 +296,20 @@ def test_a_fetch_that_is_under_way_brings_nothing_back():
     w.end()
 
 
+def test_a_forget_taken_before_a_reset_is_carried_out_after_it():
+    w = world()
+    w.cache.attach_storage(w.stores)
+    w.seed(LONG)
+    receipt = w.cache.intents.submit(
+        Intent(Verb.FORGET, prefix(1, 2, 3, 4, 5, 6), ("device", "host", "storage"))
+    )
+    w.cache.reset()
+    assert w.now(receipt).state is IntentState.ACCEPTED and w.storage.pages
+    w.quiet()
+    assert w.now(receipt).state is IntentState.DONE and not w.storage.pages
+    w.end()
+
+
 # -- bring ----------------------------------------------------------------------------------
 
 

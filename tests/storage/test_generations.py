@@ -212,6 +212,19 @@ def test_a_store_that_was_cleared_is_of_use_again_at_once(deployments: Deploymen
     assert deployments.asked("a").reads_own()
 
 
+@pytest.mark.parametrize("extra", [None, "adapter"])
+def test_a_page_is_forgotten_by_an_engine_that_has_not_looked_yet(
+    deployments: Deployments, extra: str | None
+) -> None:
+    deployments.asked("a").put(extra=extra)
+    deployments.restart()
+    again = deployments.open("a")
+    assert again.store.parts[0].delete(Batch.of(KEYS[4:], extra_key=extra))
+    again.put(KEYS[:1], extra=extra)  # compared with what is there: it trusts the first pages from here on
+    assert again.found(extra=extra) == 4
+    assert again.found(KEYS[4:], extra=extra) == 0
+
+
 @pytest.mark.parametrize("deployments", ["file"], indirect=True)  # one process has a disk store's folder
 def test_two_that_start_at_once_come_to_share(deployments: Deployments) -> None:
     one, two = deployments.asked("a"), deployments.asked("a")
@@ -450,6 +463,17 @@ def test_records_that_cannot_be_read_are_not_taken_for_gone() -> None:
     world.faulty.faults.clear()
     world.clock.now_s += 10.1
     assert newcomer.put() == [True] * 8 and newcomer.reads_own() and len(world.records()) == 3
+
+
+def test_nothing_is_said_to_be_forgotten_while_the_records_cannot_be_read() -> None:
+    world = Shared()
+    world.open("a").put()
+    world.faulty.faults["get"] = raise_error
+    part = world.open("a").store.parts[0]
+    assert not part.delete(KEYS) and part.forget_behind(KEYS[:1]) is None
+    world.faulty.faults.clear()
+    world.clock.now_s += 10.1
+    assert part.delete(KEYS) and world.open("a").found() == 0
 
 
 def test_a_start_waits_for_one_read_that_hangs_and_lookups_for_few() -> None:
