@@ -15,9 +15,9 @@ import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
 from hiradix.adapters.sglang.cache_factory import own_params
-from hiradix.adapters.sglang.pools import device_pool
 from hiradix.config import HiCacheConfig
 from hiradix.memory import DevicePool
+from hiradix.memory.engine_pools import device_pool
 from hiradix.prefix_cache import ModelIdentity, RadixCache, build_prefix_cache
 from hiradix.transfer import Runtime
 from tests.sglang.rig import Rig
