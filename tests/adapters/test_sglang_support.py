@@ -28,7 +28,7 @@ def test_the_contract_is_told_by_what_it_asks_for() -> None:
 
 def test_an_unknown_contract_names_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hiradix.adapters.sglang.support.installed_version", lambda: "9.9.9")
-    with pytest.raises(ConfigError, match=r"SGLang 9\.9\.9 is not supported.*Tested with SGLang 0\.5\.23"):
+    with pytest.raises(ConfigError, match=r"SGLang 9\.9\.9 is not supported.*Use SGLang 0\.5\.23"):
         api_of(base_class("reset", "something_new"))
 
 
@@ -95,7 +95,7 @@ def test_an_sglang_that_lacks_what_is_used_is_refused_before_anything_is_built(
     known = {f"sglang.srt.mem_cache.{name}": text for name, text in sources.items() if text}
     monkeypatch.setattr("hiradix.adapters.sglang.support.installed_sources", lambda name: known.get)
     monkeypatch.setattr("hiradix.adapters.sglang.support.installed_version", lambda: "9.9.9rc1")
-    with pytest.raises(ConfigError, match=rf"SGLang 9\.9\.9rc1 is not supported: .*{piece}.*Tested with"):
+    with pytest.raises(ConfigError, match=rf"SGLang 9\.9\.9rc1 is not supported: .*{piece}.*Use SGLang"):
         plugin.make_cache(object())
 
 

@@ -93,10 +93,11 @@ def server(model: str, script: str = "answer", *arguments: str, **environment: s
 
 
 def failed_start(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """The line `hiradix serve` ends with, which must be the only one."""
+    """The line `hiradix serve` ends with, which must be the only one beside what it says of its progress."""
     assert main(["serve", *arguments]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and err.startswith("hiradix serve: error: ")
+    progress = all(line.startswith("hiradix serve: ") and line.endswith(" ...") for line in out.splitlines())
+    assert progress and err.count("\n") == 1 and err.startswith("hiradix serve: error: ")
     return err
 
 
