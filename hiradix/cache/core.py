@@ -200,7 +200,7 @@ class HierarchicalCache:
     def match(self, key: RadixKey) -> Match:
         """The deepest boundaries of `key`: usable on the device as it is, and after a load back."""
         if self._load_back is not None:
-            self._load_back.refusal = None
+            self._load_back.asked_for_nothing()
         return self._usable(self.tree.match(key))
 
     def _usable(self, match: Match) -> Match:

@@ -119,6 +119,10 @@ class LoadBack:
         self._queued.clear()
         self._started.clear()
 
+    def asked_for_nothing(self) -> None:
+        """Another request is looked up, which has asked for no load yet: no refusal is its."""
+        self.refusal = None
+
     def running(self) -> list[Ticket]:
         """Loads that were started and whose results are not applied yet."""
         queued = {copy.ticket for copy in self._queued}

@@ -88,23 +88,23 @@ def test_each_verb_does_what_it_says(wisher: Wisher, model: Path, tmp_path: Path
     wisher.press(2)
     assert server.ask(PROMPT).cached == 0
 
-    server.attach("file", keys(tmp_path / "pages"))
+    server.attach("file", keys(tmp_path / "pages", hicache_storage_identity="same weights"))
     kept = wisher.wish("bring", target="storage")
     assert kept["state"] == "done", kept
     server.stop()
     again_up = Wisher(model, tmp_path / "again")
     try:
         again_up.server.launch().wait()
-        again_up.server.attach("file", keys(tmp_path / "pages"))
+        again_up.server.attach("file", keys(tmp_path / "pages", hicache_storage_identity="same weights"))
         warm = again_up.wish("bring", target="host")
         assert warm["state"] == "done" and warm["done"]["tokens"] == WHOLE, warm
         back = again_up.server.ask(PROMPT)
         assert (back.tier("host"), back.tier("storage")) == (WHOLE, 0) and back.tokens == first.tokens
         gone = again_up.wish("forget")
         assert gone["state"] == "done", gone
-        assert {tier: amount["tokens"] for tier, amount in gone["by_tier"].items()} == {
-            tier: WHOLE for tier in ("device", "host", "storage")
-        }
+        taken = {tier: amount["tokens"] for tier, amount in gone["by_tier"].items()}
+        assert set(taken) == {"device", "host", "storage"}
+        assert min(taken.values()) >= WHOLE, "what continues it, the answer's page, goes too"
         files = [file for file in (tmp_path / "pages").rglob("*") if file.is_file()]
         assert [file for file in files if file.stat().st_size > 4096] == [], "no page's bytes"
         assert again_up.server.ask(PROMPT).cached == 0

@@ -15,14 +15,12 @@ NEEDLES = 6
 
 @pytest.mark.long(120)
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("family", ["window", "gated delta", "mamba 2"])
+@pytest.mark.parametrize("family", ["window", "mamba 2"])
 def test_every_arm_answers_as_without_a_cache(family: str, tmp_path: Path) -> None:
     for row in climbed(Climb(Vllm(), family, tmp_path, NEEDLES, is_quick=True)):
         assert_right(row)
 
 
-@pytest.mark.parametrize(
-    ("fault", "family"), [("two groups exchanged", "window"), ("a state one block off", "gated delta")]
-)
-def test_a_planted_fault_is_seen(fault: str, family: str, tmp_path: Path) -> None:
-    assert wrong_answers(Climb(Vllm(), family, tmp_path, NEEDLES, is_quick=True), fault) > 0
+def test_two_groups_that_are_exchanged_are_seen(tmp_path: Path) -> None:
+    climb = Climb(Vllm(), "window", tmp_path, NEEDLES, is_quick=True)
+    assert wrong_answers(climb, "two groups exchanged") > 0
