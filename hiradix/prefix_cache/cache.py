@@ -740,19 +740,16 @@ class PrefixCache:
 
     # -- explanations -------------------------------------------------------------------
 
-    def explain(
-        self, req: RequestLike, key: RadixKey, num_tokens: SupportsIndex, hit: Hit, refused: SupportsIndex = 0
-    ) -> Explanation | None:
-        """Where each of the first `num_tokens` tokens of a request comes from, as it is admitted; None where
-        nothing is remembered (`CacheInitParams.explain_names`).
+    def explain(self, req: RequestLike, hit: Hit, refused: SupportsIndex = 0) -> Explanation | None:
+        """Where each token of a request's prompt comes from, as it is admitted; None where nothing is remembered
+        (`CacheInitParams.explain_names`).
 
-        key: what was looked up of them. hit: what it has. refused: so many tokens behind the device's that the
-        host has were not loaded.
+        hit: what it has. refused: so many tokens behind the device's that the host has were not loaded.
         """
         misses = self.cache.misses
         if misses is None:
             return None
-        withheld, waited_s = [], 0.0
+        withheld = []
         if index(refused):
             reason = self.cache.load_refusal or Reason.DAMAGED
             withheld.append(Withheld(hit.device + index(refused), reason, "on the host"))
@@ -761,7 +758,9 @@ class PrefixCache:
             if found is not None:
                 end, reason, waited_s = found
                 withheld.append(Withheld(end * self.page_size, reason, "in storage", waited_s))
-        return misses.explain(req.rid, self._view(key), index(num_tokens), hit, withheld)
+        prompt = req.origin_input_ids
+        key = self._key(prompt[: len(prompt) - 1], req)  # the last token is always computed
+        return misses.explain(req.rid, key, len(prompt), hit, withheld)
 
     # -- storage: while serving ---------------------------------------------------------
 
