@@ -958,7 +958,7 @@ class PrefixCache:
 
     def full_protected_size(self) -> int:
         """Device tokens of full attention in the tree that a request or a transfer holds."""
-        return self.tree.resident_pages(DEVICE) * self.page_size - self.full_evictable_size()
+        return self._protected_pages(BACKBONE) * self.page_size
 
     def swa_evictable_size(self) -> int:
         """Device tokens whose window data no request holds."""
@@ -966,8 +966,7 @@ class PrefixCache:
 
     def swa_protected_size(self) -> int:
         """Device tokens whose window data a request or a transfer holds."""
-        resident = self.tree.resident_pages(DEVICE, BESIDE) if self.supports_swa() else 0
-        return resident * self.page_size - self.swa_evictable_size()
+        return self._protected_pages(BESIDE) * self.page_size if self.supports_swa() else 0
 
     def mamba_evictable_size(self) -> int:
         """Device records of state that no request and no transfer holds."""
@@ -975,8 +974,7 @@ class PrefixCache:
 
     def mamba_protected_size(self) -> int:
         """Device records of state in the tree that a request or a transfer holds."""
-        resident = self.tree.resident_pages(DEVICE, BESIDE) if self.supports_mamba() else 0
-        return resident - self.mamba_evictable_size()
+        return self._protected_pages(BESIDE) if self.supports_mamba() else 0
 
     def all_values_flatten(self) -> torch.Tensor:
         """int64 [total tokens]: every device slot in the tree. O(tree); for leak hunts."""
