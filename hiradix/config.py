@@ -305,6 +305,14 @@ class HiCacheConfig:
         metavar="JSON",
         to=_frozen,
     )
+    explain_names: int = setting(
+        "explain_names",
+        Type.INTEGER,
+        1 << 18,
+        "Pages that have left the cache and are remembered, 15 bytes each, to explain misses; 0: nothing is "
+        "explained.",
+        maximum=1 << 30,
+    )
     served_model_name: str = setting(
         "served_model_name",
         Type.TEXT,

@@ -6,15 +6,21 @@ reason of a closed list (`Reason`).
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeVar
+from typing import Final, TypeVar
 
-from hiradix.errors import Misuse
+from hiradix.errors import ConfigError, Misuse
 
 KeyT = TypeVar("KeyT")
+
+PATH: Final = "/explain"  # of explanations over HTTP
+MOST_KEPT: Final = 1024
+MOST_SHOWN: Final = 1000
+SHOWN: Final = 20
 
 
 class TokenSource(Enum):
@@ -43,9 +49,15 @@ class Reason(Enum):
     NO_ROOM = "no_room"  # in the tier that it was to be brought to
     DEADLINE = "deadline"  # storage did not bring it in time
     STORAGE_FAILED = "storage_failed"  # it could not be asked, or broke off
+    UNDER_WAY = "under_way"  # another request computed the same meanwhile, or its copy had not ended
     BOUNDARY = "boundary"  # no usable prefix ends there: part of a page, a window, a state, the last token
 
     __hash__ = object.__hash__
+
+
+PUBLIC_REASONS: Final = {reason.value: reason.value for reason in Reason} | {
+    Reason.OTHER_NAMESPACE.value: Reason.NEVER_SEEN.value
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,3 +145,46 @@ def _summed(counts: Iterable[tuple[KeyT, int]]) -> dict[KeyT, int]:
     for key, count in counts:
         found[key] = found.get(key, 0) + count
     return found
+
+
+def public_counts(by_reason: Mapping[str, int]) -> Counter[str]:
+    """Tokens by reason for figures that anybody may read: those of `other_namespace` are under `never_seen`, as a
+    tenant could ask by them what others have sent."""
+    found: Counter[str] = Counter()
+    for reason, count in by_reason.items():
+        found[PUBLIC_REASONS[reason]] += count
+    return found
+
+
+class RecentExplanations:
+    """The explanations of the last `MOST_KEPT` requests, by their ids. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._by_id: OrderedDict[str, Explanation] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def keep(self, explanation: Explanation) -> None:
+        """Remember one; the oldest is forgotten for it."""
+        with self._lock:
+            self._by_id.pop(explanation.request_id, None)
+            self._by_id[explanation.request_id] = explanation
+            if len(self._by_id) > MOST_KEPT:
+                self._by_id.popitem(last=False)
+
+    def one(self, request_id: str) -> dict[str, object]:
+        """The request with this id, as JSON. Raises ConfigError where it is not among the last."""
+        with self._lock:
+            found = self._by_id.get(request_id)
+        if found is None:
+            raise ConfigError(f"id: {request_id[:64]!r} is not among the last {MOST_KEPT} requests")
+        return found.as_json()
+
+    def latest(self, last: str | None) -> dict[str, object]:
+        """So many requests as the text `last` says, SHOWN without it, the latest first, as JSON. Raises
+        ConfigError where it says no number, or too large a one."""
+        text = str(SHOWN) if last is None else last
+        if not text.isdecimal() or not text.isascii() or not 1 <= int(text[:9]) <= MOST_SHOWN:
+            raise ConfigError(f"last: expected a number in 1..{MOST_SHOWN}")
+        with self._lock:
+            latest = list(reversed(self._by_id.values()))[: int(text)]
+        return {"requests": [one.as_json() for one in latest]}

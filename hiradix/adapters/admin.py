@@ -8,6 +8,9 @@
     DELETE  the same                    detach
     ...     /hicache/intents, /hicache/prefix/VERB, /hicache/tenants
                                         wishes: see `hiradix.intents.http`; with a key only
+    GET     /explain/ID, /explain?last=N
+                                        where the tokens of recent requests came from, and why what was computed
+                                        had to be: see `hiradix.explain`; with a key only
 
 Engines have no place for endpoints of a cache, so this is a listener of its own in the scheduler's process,
 on loopback, if a port is set. An attach is taken up with vLLM's next step: the answer is 202. Only
@@ -26,10 +29,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import parse_qs, unquote
 
 from hiradix.browsers import allowed
 from hiradix.config import PREFETCH_POLICIES, ExtraConfig, parse_extra_config
 from hiradix.errors import ConfigError
+from hiradix.explain import PATH as EXPLAIN
+from hiradix.explain import RecentExplanations
 from hiradix.intents.http import IntentApi
 from hiradix.settings import MAX_PORT, redact, require_choice
 from hiradix.storage.attach.rules import AttachRefused, AttachRules
@@ -55,7 +61,8 @@ class AdminCalls:
 
     ask: attach the named backend with its keys, prefetching by the named policy or as before; detach where
     the name is None. show: for GET. Both None where an engine has endpoints of its own for storage. rules: what
-    may be attached. intents: what wishes are asked of; None: no wishes here.
+    may be attached. intents: what wishes are asked of; None: no wishes here. explanations: of recent requests;
+    None: nothing is explained here.
     """
 
     ask: Callable[[str | None, ExtraConfig, str | None], None] | None = None
@@ -63,6 +70,7 @@ class AdminCalls:
     api_key: str | None = field(default=None, repr=False)
     rules: AttachRules = field(default_factory=AttachRules)
     intents: IntentApi | None = None
+    explanations: RecentExplanations | None = None
 
 
 class _Sparing:
@@ -101,6 +109,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if self._is_wish():
             self._wish()
+        elif self._is_explain():
+            self._explain()
         elif (show := self.server.calls.show) is not None:
             self._answer(200, redact(show()))
 
@@ -108,6 +118,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self._may():
             if self._is_wish():
                 self._wish()
+            elif self._is_explain():
+                self._only_get()
             else:
                 self._answer(405, {"message": f"{PATH}: GET, PUT or DELETE"})
 
@@ -116,6 +128,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if self._is_wish():
             self._wish()
+            return
+        if self._is_explain():
+            self._only_get()
             return
         ask = self.server.calls.ask
         if ask is None:
@@ -135,6 +150,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if self._is_wish():
             self._wish()
+        elif self._is_explain():
+            self._only_get()
         elif (ask := self.server.calls.ask) is not None:
             ask(None, ExtraConfig(), None)
             self._log("detach of storage", "asked")
@@ -159,19 +176,38 @@ class _Handler(BaseHTTPRequestHandler):
             self._log(f"{self.command} {self._place}"[:200], f"{answer.status}: {state}")
         self._answer(answer.status, answer.body)
 
+    def _is_explain(self) -> bool:
+        is_asked = self._place == EXPLAIN or self._place.startswith(EXPLAIN + "/")
+        return self.server.calls.explanations is not None and is_asked
+
+    def _only_get(self) -> None:
+        self._answer(405, {"message": f"{EXPLAIN}: GET"})
+
+    def _explain(self) -> None:
+        explanations = self.server.calls.explanations
+        if explanations is None:
+            return
+        try:
+            if self._place == EXPLAIN:
+                last = parse_qs(self.path.partition("?")[2], keep_blank_values=True).get("last", [None])[-1]
+                self._answer(200, explanations.latest(last))
+            else:
+                self._answer(200, explanations.one(unquote(self._place.removeprefix(EXPLAIN + "/"))))
+        except ConfigError as error:
+            self._answer(400 if self._place == EXPLAIN else 404, {"message": str(error)})
+
     def _may(self) -> bool:
-        has_storage = self.server.calls.ask is not None and self._place == PATH
-        if not (has_storage or self._is_wish()):
-            there = [PATH] * (self.server.calls.ask is not None)
-            there += ["/hicache/intents, /hicache/prefix/VERB, /hicache/tenants"] * (
-                self.server.calls.intents is not None
-            )
+        calls = self.server.calls
+        has_storage = calls.ask is not None and self._place == PATH
+        if not (has_storage or self._is_wish() or self._is_explain()):
+            there = [PATH] * (calls.ask is not None)
+            there += ["/hicache/intents, /hicache/prefix/VERB, /hicache/tenants"] * (calls.intents is not None)
+            there += [EXPLAIN] * (calls.explanations is not None)
             self._answer(404, {"message": f"there is only {', '.join(there)}"})
             return False
-        if self._is_wish() and self.server.calls.api_key is None:
-            self._answer(
-                403, {"message": "admin_api_key: wishes need one, and this server was started without"}
-            )
+        if calls.api_key is None and not has_storage:
+            what = "wishes need" if self._is_wish() else "explanations need"
+            self._answer(403, {"message": f"admin_api_key: {what} one, and this server was started without"})
             return False
         given = self.headers.get("Authorization", "").encode("latin-1")  # the bytes that came
         if self.server.calls.api_key is not None and not hmac.compare_digest(

@@ -23,6 +23,7 @@ from hiradix.cache.in_flight import InFlightJobs
 from hiradix.cache.intents.removals import Removals
 from hiradix.cache.pages import NO_PAGES, CacheCounters, PagesOf, PageSupply
 from hiradix.errors import Misuse
+from hiradix.explain import Reason
 from hiradix.memory import PageAllocator
 from hiradix.policy.learning import LearningPolicy, learner_of
 from hiradix.policy.uses import Finished
@@ -81,7 +82,7 @@ class HostIndex:
     """Which pages are on the host, by prefix, and which are arriving. One thread.
 
     supply, in_flight: as in `HierarchicalCache`, without device pools. counters: in pages, since start.
-    _lost: (key, first page) of each range of lost pages that is still in the tree.
+    _lost: (key, first page, why) of each range of lost pages that is still in the tree.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class HostIndex:
         self.in_flight = InFlightJobs(self._free_all)
         self.removals = Removals(self.tree)
         self._pools: tuple[HostPages, ...] = ()
-        self._lost: list[tuple[RadixKey, int]] = []
+        self._lost: list[tuple[RadixKey, int, Reason]] = []
 
     def open(self, num_pages: Sequence[int]) -> None:
         """Set how many host pages per component the workers have. Once, before the first lookup."""
@@ -248,7 +249,7 @@ class HostIndex:
         """The copy of these pages, which begin at page `start` of `key`, failed somewhere."""
         for component, pages in taken.items():
             self._pools[component].state[pages] = LOST
-        self._lost.append((key, start))
+        self._lost.append((key, start, Reason.DAMAGED))
         self.drop_lost()
 
     def drop_lost(self) -> None:
@@ -256,9 +257,11 @@ class HostIndex:
         if not self._lost:
             return
         waiting, self._lost = self._lost, []
-        for key, start in waiting:
-            if not self._drop(key, start):
-                self._lost.append((key, start))
+        for key, start, why in waiting:
+            with self.supply.leaving(why):
+                is_gone = self._drop(key, start)
+            if not is_gone:
+                self._lost.append((key, start, why))
 
     def _drop(self, key: RadixKey, start: int) -> bool:
         deepest = self.resident_end(key)
@@ -287,13 +290,15 @@ class HostIndex:
             for pages, pool in zip(_on_host(node, len(self._pools)), self._pools, strict=True):
                 if pages is not None:
                     pool.state[pages] = LOST
-        self._lost.append((self.tree.path_key(lock.node), 0))
+        self._lost.append((self.tree.path_key(lock.node), 0, Reason.DAMAGED))
 
     def lose_all(self) -> None:
         """Mark everything lost: what nothing locks is dropped at once, the rest when it is unlocked."""
         for component, pool in enumerate(self._pools):
             pool.state[self.tree.all_pages(Tier.HOST, component)] = LOST
-        self._lost += [(self.tree.path_key(top), 0) for top in self.tree.root.children.values()]
+        self._lost += [
+            (self.tree.path_key(top), 0, Reason.FLUSHED) for top in self.tree.root.children.values()
+        ]
         self.drop_lost()
 
     def take_freed(self) -> list[Pages]:

@@ -83,7 +83,7 @@ class Misses:
         found = (node.end + num_in_child) * size
         known = min(found, end)
         if known > at:
-            yield Span(at, known, TokenSource.COMPUTED, Reason.BOUNDARY, self._boundary_text(node))
+            yield Span(at, known, TokenSource.COMPUTED, *self._unusable())
             at = known
         if at < whole and at == found:
             for departure, count in self._gone(node, key, whole // size, num_in_child):
@@ -131,10 +131,13 @@ class Misses:
                 best = max(best, int(differs.argmax()) if differs.any() else len(own))
         return None if best < (0 if start else 1) else start + best
 
-    def _boundary_text(self, node: Node) -> str:
-        """Which kind of attention has no usable prefix at `node`."""
+    def _unusable(self) -> tuple[Reason, str]:
+        """Why pages were computed that are in the tree: which kind of attention has no usable prefix there.
+        With full attention alone there always is one, so they were not there yet."""
         kinds = ", ".join(component.name for component in self._tree.components[1:])
-        return f"no usable prefix ends there: {kinds}" if kinds else ""
+        if kinds:
+            return Reason.BOUNDARY, f"no usable prefix ends there: {kinds}"
+        return Reason.UNDER_WAY, "computed or copied at the same time"
 
     def _gone_text(self, departure: Departure) -> str:
         ago_s = max(0.0, self._departed.now_s - departure.at_s)

@@ -194,16 +194,18 @@ def test_a_prompt_that_ends_within_a_node(width: int) -> None:
         return [(one.start, one.end, one.reason, one.detail) for one in found.spans]
 
     own = key.tokens.tolist()
-    assert spans(own[: 3 * PAGE]) == [(0, 3 * PAGE, Reason.BOUNDARY, "")]
+    assert spans(own[: 3 * PAGE]) == [
+        (0, 3 * PAGE, Reason.UNDER_WAY, "computed or copied at the same time")
+    ]
     parted = [*own[: 2 * PAGE + 1], 77, *own[2 * PAGE + 2 : 4 * PAGE]]
     assert spans(parted) == [
-        (0, 2 * PAGE, Reason.BOUNDARY, ""),
+        (0, 2 * PAGE, Reason.UNDER_WAY, "computed or copied at the same time"),
         (2 * PAGE, 4 * PAGE, Reason.PARTED, f"differs at token {2 * PAGE + 1} from a cached prompt"),
     ]
     tree.cut(tree.find(key), 3)
     tree.evict(BACKBONE, DEVICE, 3)
     tree.match(key)
     assert [one[:3] for one in spans(own)] == [
-        (0, 3 * PAGE, Reason.BOUNDARY),
+        (0, 3 * PAGE, Reason.UNDER_WAY),
         (3 * PAGE, 6 * PAGE, Reason.EVICTED),
     ]

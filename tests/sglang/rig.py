@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +40,7 @@ from hiradix.adapters.sglang.states import StateRecords, require_known_states
 from hiradix.adapters.sglang.tiers import HiRadixHostCache
 from hiradix.config import HiCacheConfig, parse_extra_config
 from hiradix.memory.engine_pools import device_pool, state_pools, window_pools
+from hiradix.prefix_cache import CacheInitParams as OwnParams
 from hiradix.prefix_cache import (
     ModelIdentity,
     RadixCache,
@@ -74,6 +75,9 @@ class Request:
     lock: Any = None
     last_node: Any = None
     prefix_len: int = 0
+    cached_tokens_device: int = 0
+    cached_tokens_host: int = 0
+    cached_tokens_storage: int = 0
     priority: int | None = None
     is_finished: bool = False
     full_untruncated_fill_ids: array[int] = field(default_factory=lambda: array("q"))
@@ -88,6 +92,11 @@ class Request:
 
     def finished(self) -> bool:
         return self.is_finished
+
+
+def explained(own: OwnParams) -> OwnParams:
+    """The same for a cache that explains its requests."""
+    return replace(own, explain_names=4096)
 
 
 class Rig:
@@ -154,7 +163,7 @@ class Rig:
 
     def make_inner(self, config: HiCacheConfig, params: Any, runtime: Runtime) -> RadixCache:
         pool = device_pool(self.kvcache, PAGE)
-        return build_prefix_cache(config, own_params(params), pool, ModelIdentity("rig"), runtime)
+        return build_prefix_cache(config, explained(own_params(params)), pool, ModelIdentity("rig"), runtime)
 
     def alloc(self, num_tokens: int) -> torch.Tensor:
         slots: torch.Tensor | None = self.allocator.alloc(num_tokens)
@@ -201,7 +210,9 @@ class Rig:
             num_loaded, req.last_node = self.cache.init_load_back(params)
             assert num_loaded in (0, found.host_hit_length)
             req.prefix_len += num_loaded
+            req.cached_tokens_host = num_loaded
             req.kv.cache_protected_len = req.prefix_len
+        req.cached_tokens_device = found.device_prefix_len
         req.lock = self.cache.lock(req.last_node)
         self.gate.set_consumer(self.cache.ready_to_load_host_cache())
         num_tokens = len(req.origin_input_ids)
@@ -238,7 +249,18 @@ class Rig:
         req.refresh_fill_ids()
         num_tokens = len(req.origin_input_ids) if up_to is None else up_to
         self.cache.checkpoint(req, up_to=num_tokens)
+        self.check_explained(req)
         self._release(req, True)
+
+    def check_explained(self, req: Request) -> None:
+        """Each token of its prompt has one source, as it was when it was admitted."""
+        explainer = self.cache.explainer
+        assert explainer is not None
+        told: Any = explainer.recent.one(req.rid)
+        hit = [req.cached_tokens_device, req.cached_tokens_host, req.cached_tokens_storage]
+        assert told["prompt_tokens"] == len(req.origin_input_ids)
+        assert [told["by_source"].get(tier, 0) for tier in ("device", "host", "storage")] == hit
+        assert sum(told["by_reason"].values()) == len(req.origin_input_ids) - sum(hit)
 
     def abort(self, req: Request) -> None:
         """End it as SGLang ends a running request whose client has left: nothing of it is kept."""
@@ -322,7 +344,7 @@ class WindowRig(Rig):
         )
 
     def make_inner(self, config: HiCacheConfig, params: Any, runtime: Runtime) -> RadixCache:
-        own, pools = own_params(params, HybridPort), window_pools(self.kvcache)
+        own, pools = explained(own_params(params, HybridPort)), window_pools(self.kvcache)
         return build_hybrid_cache(config, own, pools, ModelIdentity("rig"), runtime)
 
     def alloc(self, num_tokens: int) -> torch.Tensor:
@@ -398,7 +420,7 @@ class StateRig(Rig):
 
     def make_inner(self, config: HiCacheConfig, params: Any, runtime: Runtime) -> RadixCache:
         require_known_states(self.rows)
-        own = own_params(params)
+        own = explained(own_params(params))
         own.state_records = StateRecords(self.rows.mamba_allocator)
         pools = state_pools(self.kvcache, self.rows, self.page)
         return build_hybrid_cache(config, own, pools, ModelIdentity("rig"), runtime)

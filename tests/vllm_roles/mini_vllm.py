@@ -31,6 +31,7 @@ from hiradix.adapters.vllm.scheduler_plan import Asked, OfferedState, SchedulerP
 from hiradix.adapters.vllm.switch import Work
 from hiradix.adapters.vllm.worker import WorkerRole
 from hiradix.cache.host_index import HostIndex
+from hiradix.explain import MOST_KEPT, MOST_SHOWN
 from hiradix.memory import HostPool, KVShape, TorchTransport
 from hiradix.policy.eviction import make_order
 from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy
@@ -383,6 +384,8 @@ class MiniVLLM:
                 limits=TransferLimits(batch_pages=world.batch_pages),
                 saves=world.saves,
                 loads=world.loads,
+                explain_names=4096,
+                eviction_policy=world.policy,
             )
         )
         self.ranks = [Rank(world, n, store and store[n]) for n in range(world.num_workers)]
@@ -400,6 +403,7 @@ class MiniVLLM:
         self._late: dict[str, list[OfferedState]] = {}  # what is said of states with the next step
         self.done: list[FakeRequest] = []
         self.hit_tokens = 0
+        self.found: dict[str, tuple[int, int]] = {}  # at the first admission: vLLM's own tokens, and the host's
         self.num_preempted = 0
         self.num_quiet = 0
         self.num_recomputed = 0
@@ -664,6 +668,7 @@ class MiniVLLM:
                     self._free(request)
                 break
             self.hit_tokens += external
+            self.found.setdefault(request.request_id, (len(local) * S, external))
             if goes_async and self.world.deferred:
                 self.deferred[request.request_id] = (self.num_steps + self.world.deferred, request, external)
             else:
@@ -826,9 +831,23 @@ class MiniVLLM:
             self.step()
         raise AssertionError(f"not reached in {max_steps} steps: {len(self.waiting)} wait")
 
+    def check_explained(self, request: FakeRequest) -> None:
+        """Each token of its prompt has one source, as it was when it was admitted."""
+        asked = self.role.explanations.latest(str(MOST_SHOWN))["requests"]
+        of_it: Any = [one for one in asked if one["id"] == request.request_id]  # type: ignore[attr-defined]
+        for one in of_it:
+            device, host = self.found[request.request_id]
+            sources = one["by_source"]
+            assert one["prompt_tokens"] == request.num_prompt and sources.get("device", 0) == device
+            loaded = sources.get("host", 0) + sources.get("storage", 0)
+            assert loaded in (0, host), f"{one}, {host} were promised"
+            assert sum(one["by_reason"].values()) == request.num_prompt - device - loaded
+
     def drain(self) -> None:
         """Until nothing is left to do, and then everything is in its place."""
         self.run(lambda: not self.waiting and not self.running and not self.zombies and self.role.is_idle)
         self.role.check()
+        for request in self.done[-MOST_KEPT:]:
+            self.check_explained(request)
         assert not self.role.requests and len(self.free) == self.world.num_blocks - 1
         assert self.index.tree.evictable_pages(1) == self.index.tree.resident_pages(1), "something is locked"

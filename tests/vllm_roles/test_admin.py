@@ -6,6 +6,7 @@ import http.client
 import json
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hiradix.adapters.admin import PATH, AdminCalls, AdminServer
 from hiradix.adapters.vllm.orders import StorageSwitched
 from hiradix.config import ExtraConfig
 from hiradix.errors import ConfigError
+from hiradix.explain import Explanation, Reason, RecentExplanations, Span, TokenSource
 from hiradix.intents.http import IntentApi
 from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy
 from hiradix.storage.attach.rules import AttachRules, Prepared, parse_rule
@@ -120,6 +122,26 @@ def test_keys_and_paths_are_checked(server: AdminServer, asked: Asked) -> None:
     assert not asked
     with pytest.raises(ConfigError, match="admin_port"):
         AdminServer(server.port, AdminCalls(lambda *what: None, dict))
+
+
+def test_explanations_are_shown_with_the_key_alone() -> None:
+    explanations = RecentExplanations()
+    for name in ("a/b", "c"):
+        explanations.keep(Explanation(name, (Span(0, 5, TokenSource.COMPUTED, Reason.NEVER_SEEN),)))
+    with closing(AdminServer(0, AdminCalls(api_key=KEY, explanations=explanations))) as server:
+        status, answer = call(server, "GET", path="/explain/a%2Fb")
+        assert (status, answer["by_reason"]) == (200, {"never_seen": 5})
+        assert [one["id"] for one in call(server, "GET", path="/explain")[1]["requests"]] == ["c", "a/b"]
+        assert [one["id"] for one in call(server, "GET", path="/explain?last=1")[1]["requests"]] == ["c"]
+        for path, status in (("/explain/z", 404), ("/explain?last=0", 400), ("/explain?last=x", 400)):
+            assert call(server, "GET", path=path)[0] == status, path
+        for method in ("POST", "PUT", "DELETE"):
+            assert call(server, method, path="/explain")[0] == 405
+        assert call(server, "GET", path="/explain", key="wrong")[0] == 401
+        assert call(server, "GET", path=PATH)[0] == 404, "this one has no storage to show"
+    with closing(AdminServer(0, AdminCalls(explanations=explanations))) as server:
+        status, answer = call(server, "GET", path="/explain")
+        assert status == 403 and "explanations need one" in answer["message"]
 
 
 @pytest.mark.parametrize(

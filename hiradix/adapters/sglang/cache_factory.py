@@ -192,7 +192,9 @@ def _build(context: Any, flags: Any, api: Api) -> Any:
         keep_apart()
     adapters = LoraAdapters.given(given if context.enable_hierarchical_cache else None, names_are_hub())
     weights = _weights_of(context, flags) if context.enable_hierarchical_cache else UNSEEN
-    inner = _inner(context, flags, adapters, weights, None if streams is None else Runtime(streams=streams))
+    explains = context.enable_hierarchical_cache and api is not Api.FINISHED_REQ
+    runtime = None if streams is None else Runtime(streams=streams)
+    inner = _inner(context, flags, adapters, weights, runtime, explains)
     controller = None
     if inner.has_host:
         controller = ControllerView(inner.layer_done_counter, streams)
@@ -254,7 +256,12 @@ def gate_reads(params: Any, tp_worker: Any, gate: Any) -> None:
 
 
 def _inner(
-    context: Any, flags: Any, adapters: LoraAdapters, weights: Weights, runtime: Runtime | None
+    context: Any,
+    flags: Any,
+    adapters: LoraAdapters,
+    weights: Weights,
+    runtime: Runtime | None,
+    explains: bool,
 ) -> PrefixCache:
     """Our cache over SGLang's pools, device only or with host and storage."""
     params, config = context.params, _config(context, flags)
@@ -262,17 +269,18 @@ def _inner(
     # What stays on the device has no name: no weights are read for one.
     is_named = config.enable_hierarchical_cache
     model = _identity(context, flags, weights) if is_named else ModelIdentity("")
+    ours = {"adapter_of": adapters.of, "explain_names": config.explain_names if explains else 0}
     if context.is_hybrid_swa:
-        own = dataclasses.replace(own_params(params, HybridPort), adapter_of=adapters.of)
+        own = dataclasses.replace(own_params(params, HybridPort), **ours)
         return build_hybrid_cache(config, own, window_pools(kvcache), model, runtime)
     if context.is_hybrid_ssm:
         requests = params.req_to_token_pool
         records = StateRecords(requests.mamba_allocator)
-        own = dataclasses.replace(own_params(params), adapter_of=adapters.of, state_records=records)
+        own = dataclasses.replace(own_params(params), **ours, state_records=records)
         pools = state_pools(kvcache, requests, params.page_size)
         return build_hybrid_cache(config, own, pools, model, runtime)
     pool = device_pool(kvcache, params.page_size)
-    own = dataclasses.replace(own_params(params), adapter_of=adapters.of)
+    own = dataclasses.replace(own_params(params), **ours)
     return build_prefix_cache(config, own, pool, model, runtime)
 
 
@@ -287,6 +295,7 @@ def _config(context: Any, flags: Any) -> HiCacheConfig:
         hicache_host_memory_fraction=1.0,
         hicache_no_regret=own["hicache_no_regret"] == "on",
         hicache_storage_identity=own["hicache_storage_identity"],
+        explain_names=own["explain_names"],
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from sglang.srt.layers.dp_attention import is_dp_attention_enabled
@@ -17,6 +18,7 @@ from hiradix.transfer import JobKind, KindStats
 from hiradix.tree import BACKBONE
 
 POOL = "kv"
+COMPUTED_TEXT = "Prompt tokens that were computed, by why."
 # SGLang's reasons for storage hits that were not used; reasons of ours that it has no name for count as the last
 _REASONS = ("below_threshold", "host_capacity", "storage_transfer", "deadline", "dropped")
 # host room of requests that wait: held or being filled now, the most of it, requests that have none yet
@@ -41,6 +43,8 @@ class MetricsFeed:
         self._num_results = -1
         self._room_gauges: list[Any] = []
         self._room: tuple[int, ...] = ()  # as it was shown
+        self._computed: Any = None  # counter of computed tokens by reason, once there are some
+        self._num_explained = 0
 
     def show_storage(self, name: str | None) -> None:
         """A backend was attached: its series carry its name. Label names never change, so it can be called
@@ -71,6 +75,10 @@ class MetricsFeed:
             self._show_room(
                 (prefetcher.room.num_held * size, prefetcher.caps[BACKBONE] * size, prefetcher.room.num_short)
             )
+        explainer = self._cache.explainer
+        if explainer is not None and explainer.num_explained != self._num_explained:
+            self._num_explained = explainer.num_explained
+            self._add_computed(explainer.computed_tokens)
         stats = inner.controller.stats()
         num_results = sum(kind.num_results for kind in stats.kinds.values())
         if num_results == self._num_results:
@@ -87,6 +95,16 @@ class MetricsFeed:
         self._room = room
         for gauge, value in zip(self._room_gauges, room, strict=True):
             gauge.labels(**self._storage.labels).set(value)
+
+    def _add_computed(self, computed: Mapping[str, int]) -> None:
+        """Prompt tokens that were computed, by why."""
+        labels = self._cache.metrics_collector.labels
+        if self._computed is None:
+            names = [*labels, "reason"]
+            kind = self._cache.metrics_collector._counter_cls or _plain_counter()
+            self._computed = kind("hiradix:computed_tokens", COMPUTED_TEXT, labelnames=names)
+        for reason, total in computed.items():
+            self._computed.labels(**labels, reason=reason).inc(self._growth("computed " + reason, total))
 
     def _add_copies(self, kinds: Any) -> None:
         """Copies between device and host: SGLang's collector counts tokens, bytes and seconds."""
@@ -125,6 +143,13 @@ class MetricsFeed:
             new.num_bytes - old.num_bytes,
             new.busy_s - old.busy_s,
         )
+
+
+def _plain_counter() -> Any:
+    """Imported only now, as SGLang does: it sets where processes share their figures before."""
+    from prometheus_client import Counter
+
+    return Counter
 
 
 def _plain_gauge() -> Any:

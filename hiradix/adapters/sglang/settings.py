@@ -9,7 +9,7 @@ from hiradix.settings import Setting, Type, setting_of, settings_of
 from hiradix.sources import Resolved, resolve
 
 EXTRA = "hicache_storage_backend_extra_config"
-_NOT_SGLANGS = ("hicache_no_regret", "hicache_storage_identity")
+_NOT_SGLANGS = ("hicache_no_regret", "hicache_storage_identity", "explain_names")
 ATTACHABLE = Setting("attachable", Type.STORES, {}, "configurations that requests attach by name")
 ATTACH_ALLOW = Setting(
     "attach_allow", Type.LIST, (), "rules of what else it may attach, as of `--attach-allow`"

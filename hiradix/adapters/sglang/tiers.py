@@ -15,6 +15,7 @@ from hiradix.adapters.admin import PORT_ENV, AdminCalls, AdminServer
 from hiradix.adapters.scheduled_calls import ScheduledCalls
 from hiradix.adapters.sglang.cache import HiRadixPrefixCache
 from hiradix.adapters.sglang.engine_views import ControllerView, HostPoolView
+from hiradix.adapters.sglang.explained import RequestExplainer
 from hiradix.adapters.sglang.lora_adapters import NO_ADAPTERS, LoraAdapters
 from hiradix.adapters.sglang.metrics_feed import MetricsFeed
 from hiradix.adapters.sglang.weights import UNSEEN, Weights
@@ -61,6 +62,9 @@ class HiRadixHostCache(HiRadixPrefixCache):
         if inner.cache.prefetcher is None:
             raise Misuse(f"{inner} has no tiers below the device")
         self._prefetcher = inner.cache.prefetcher
+        self.explainer: RequestExplainer | None = None
+        if inner.cache.misses is not None:
+            self.explainer = RequestExplainer(inner.cache.misses, self._prefetcher, self.page_size)
         self._weights = UNSEEN
         self._extra = ExtraConfig()  # of the storage that is attached
         self.attach_rules = AttachRules()
@@ -75,14 +79,18 @@ class HiRadixHostCache(HiRadixPrefixCache):
         self._weights, self._extra = weights, extra
 
     def listen(self, port: int, api_key: str | None) -> None:
-        """Take wishes on 127.0.0.1 from here on: see `hiradix.adapters.admin`. Raises ConfigError when the port
+        """Take wishes and questions on 127.0.0.1 from here on: see `hiradix.adapters.admin`. Raises ConfigError when the port
         is taken, there is no key, or other ranks would have to be told."""
         if not api_key:
             raise ConfigError(f"{PORT_ENV}: wishes need --admin-api-key")
         if not self._is_alone:
             raise ConfigError(f"{PORT_ENV}: with several ranks each would need every wish in one order")
-        intents = IntentApi(self.calls.ask, self._wished_key)
-        self.admin = AdminServer(port, AdminCalls(api_key=api_key, intents=intents))
+        calls = AdminCalls(
+            api_key=api_key,
+            intents=IntentApi(self.calls.ask, self._wished_key),
+            explanations=None if self.explainer is None else self.explainer.recent,
+        )
+        self.admin = AdminServer(port, calls)
 
     def _wished_key(self, tokens: list[int], extra_key: str | None, cache_salt: str | None) -> RadixKey:
         """A prompt's key as a request's with these fields would be."""
@@ -202,6 +210,8 @@ class HiRadixHostCache(HiRadixPrefixCache):
         quota = None if params.mem_quota is None else params.mem_quota // self.page_size
         is_whole = match.loadable_node.end == node.end
         if not is_whole or self.inner.cache.load_back(match, quota) is None:
+            if self.explainer is not None:
+                self.explainer.refused(req, node.end * self.page_size, self.inner.cache.load_refusal)
             return 0, req.last_node
         self._has_unclaimed_load = True
         if self._states is not None:
@@ -270,8 +280,16 @@ class HiRadixHostCache(HiRadixPrefixCache):
 
     def checkpoint(self, req: Any, *, up_to: int, **more: Any) -> None:
         """As without lower tiers; nothing need be held on the host for it any more, as it runs."""
-        self._prefetcher.stop(_handle(req))
+        handle = _handle(req)
+        if self.explainer is not None:
+            self.explainer.explain(req, handle, self._prompt_key)
+        self._prefetcher.stop(handle)
         super().checkpoint(req, up_to=up_to, **more)
+
+    def _prompt_key(self, req: Any) -> RadixKey:
+        """Its prompt without the last token, which is always computed."""
+        space = self._space(req.extra_key, req.cache_salt or None, self.is_eagle)
+        return RadixKey.first(req.origin_input_ids, max(0, len(req.origin_input_ids) - 1), space)
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         self._prefetcher.abort(_handle(req))

@@ -302,6 +302,7 @@ CHECKPOINT: tuple[Requirement, ...] = (
     Call(f"{_METRICS}:resolve_collector_class", 2),
     Call(f"{_METRICS}:StorageMetricsCollector", (), ("labels",)),
     Has(f"{_METRICS}:StorageMetricsCollector", ("labels", "_gauge_cls")),
+    Has(f"{_METRICS}:RadixCacheMetricsCollector", ("labels", "_counter_cls")),
     Call(f"{_METRICS}:StorageMetricsCollector.log_prefetched_tokens", 1),
     Call(f"{_METRICS}:StorageMetricsCollector.log_backuped_tokens", 1),
     Call(f"{_METRICS}:StorageMetricsCollector.log_storage_prefetch_unfulfilled_tokens", 2),

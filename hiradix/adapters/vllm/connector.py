@@ -150,6 +150,7 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
                         settings.admin_api_key,
                         settings.attach_rules,
                         IntentApi(self._in_turn, _prompt_key),
+                        self.scheduler.explanations if settings.cache.explain_names else None,
                     ),
                 )
 
@@ -179,6 +180,8 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
             limits=LIMITS,
             saves=saves,
             loads=loads,
+            explain_names=cache.explain_names,
+            eviction_policy=cache.radix_eviction_policy,
         )
 
     def _ask(self, name: str | None, extra: ExtraConfig, policy: str | None) -> None:

@@ -55,7 +55,7 @@ class Tracked:
     loads: its loads under way. waiting_since: when it was first told to ask again, None if it was not.
     is_stale: what it has computed so far was so before a reset. is_promised: a lookup has promised it pages
     that vLLM has not taken up. has_blocks: vLLM has given it blocks since it began. gated: pages that a lookup
-    has last weighed against computing them, and whether they are worth loading.
+    has last weighed against computing them, and whether they are worth loading. is_explained: see `explained`.
     """
 
     request: EngineRequest
@@ -69,6 +69,7 @@ class Tracked:
     is_promised: bool = False
     has_blocks: bool = False
     gated: tuple[int, bool] = (0, False)
+    is_explained: bool = False
 
     def key(self, num_pages: int, page_size: int) -> RadixKey:
         """The key of the request's first pages; its tokens must be known that far."""

@@ -18,6 +18,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from operator import itemgetter
 from typing import Any
 
+from hiradix.adapters.vllm.explained import HostTierExplainer
 from hiradix.adapters.vllm.finished_requests import FinishedRequest, NextStepSaves, WriteBackSaves, learn
 from hiradix.adapters.vllm.orders import Orders, Outcome, StorageSwitched
 from hiradix.adapters.vllm.requests import EngineRequest, Tracked, track
@@ -32,11 +33,13 @@ from hiradix.adapters.vllm.scheduler_plan import (
 )
 from hiradix.adapters.vllm.step_meter import StepMeter
 from hiradix.adapters.vllm.stores import StorageTracker
+from hiradix.cache.departed import Departed
 from hiradix.cache.foreign_device import NO_STATES, BlockOwner, BlockTables, ForeignDevice, StateBlocks
 from hiradix.cache.intents.planner import HostPlanner
 from hiradix.cache.intents.table import Intents
 from hiradix.cache.prefetch import Prefetcher
 from hiradix.errors import BadNamespace, Misuse
+from hiradix.explain import RecentExplanations
 from hiradix.intents import Selector
 from hiradix.intents.http import answers_of_request
 from hiradix.policy.no_regret import GatedTransfer, NoRegret
@@ -77,6 +80,8 @@ class SchedulerRole:
         )
         self.meter = StepMeter(self.no_regret, plan.clock, self.index.page_size, plan.num_overlapping)
         self._prefetcher: Prefetcher | None = None  # once the workers' pools are known
+        self.explainer: HostTierExplainer | None = None  # then, too, where requests are explained
+        self.explanations = RecentExplanations()  # of recent requests, for other threads
         planner = HostPlanner(
             self.index, plan.clock, self.executor, lambda: self._prefetcher, self.device.backup
         )
@@ -102,6 +107,12 @@ class SchedulerRole:
             self.index.supply, self.executor, self.index.in_flight, self.plan.prefetch, self.plan.clock,
             self.no_regret, on_entered=self._fetched, num_adopted=lambda: float(self.executor.num_adopted),
         )  # fmt: skip
+        if self.plan.explain_names and self.plan.loads:
+            departed = Departed(self.index.tree, self.plan.clock, self.plan.explain_names)
+            policy = self.plan.eviction_policy
+            self.explainer = HostTierExplainer(
+                self.index, self._prefetcher, departed, policy, self.explanations
+            )
         self.storage.opened(self.plan.stored if has_storage else None)
 
     @property
@@ -194,12 +205,15 @@ class SchedulerRole:
         if tracked is None:
             return
         self._happened()
+        asked = None if self.explainer is None else self.explainer.asked(tracked)
         self._give_up(tracked)
         if request.num_computed_tokens == 0:
             tracked.num_saved, tracked.is_stale = 0, False
         tracked.is_promised, tracked.gated, tracked.has_blocks = False, (0, False), True
-        if num_tokens and self._load(tracked, table(), num_tokens):
-            self._num_hit_tokens += num_tokens
+        num_loaded = num_tokens if num_tokens and self._load(tracked, table(), num_tokens) else 0
+        self._num_hit_tokens += num_loaded
+        if self.explainer is not None and asked is not None:
+            self.explainer.explain(tracked, num_loaded, asked)
 
     def _load(self, tracked: Tracked, table: BlockTables, num_tokens: int) -> bool:
         """Load `num_tokens` behind what vLLM has itself; False if they have gone, or are no whole pages."""
@@ -523,10 +537,11 @@ class SchedulerRole:
             return {}
         self._is_reported = True
         missed = {f"prefetch_missed_{why}_pages": n for why, n in self.index.counters.unfulfilled.items()}
+        computed = {} if self.explainer is None else self.explainer.figures
         fetched = {f"prefetch_{name}_pages": pages for name, pages in vars(self.prefetch_figures).items()}
         before, self._last_gauges = self._last_gauges, self.gauges
         changed = {name: value for name, value in self._last_gauges.items() if value != before.get(name, 0)}
-        return {**self._changes.until({**vars(self.figures), **fetched, **missed}), **changed}
+        return {**self._changes.until({**vars(self.figures), **fetched, **missed, **computed}), **changed}
 
     # -- the whole ------------------------------------------------------------------------------
 

@@ -31,7 +31,8 @@ class SchedulerPlan:
     that workers are started with. keeps_storage: a reset says nothing of what is stored. no_regret: what is
     predicted to be slower than computing is neither loaded nor fetched. num_overlapping: steps that the
     engine has under way at a time. limits: those of the workers. saves, loads: whether this engine saves what
-    it computes, and uses what is there. intents: caps on wishes, such as leases.
+    it computes, and uses what is there. intents: caps on wishes, such as leases. explain_names: pages that have
+    left the host and are remembered, to explain misses; 0: nothing is explained. eviction_policy: its name.
     """
 
     index: HostIndex
@@ -50,6 +51,8 @@ class SchedulerPlan:
     saves: bool = True
     loads: bool = True
     intents: IntentLimits = IntentLimits()
+    explain_names: int = 0
+    eviction_policy: str = "lru"
 
 
 class OfferedState(NamedTuple):

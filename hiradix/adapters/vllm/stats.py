@@ -6,6 +6,8 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from hiradix.explain import PUBLIC_REASONS
+
 FIGURES = {
     "hit_tokens": "Prompt tokens loaded from the host",
     "saved_pages": "Pages copied to the host",
@@ -35,6 +37,10 @@ FIGURES = {
     "prefetch_seconds": "Seconds of reads from storage, over all workers",
     "backup_bytes": "Bytes put into storage, over all workers",
     "backup_seconds": "Seconds of puts into storage, over all workers",
+    **{
+        f"computed_{reason}_tokens": f"Prompt tokens that were computed, for the reason {reason}"
+        for reason in dict.fromkeys(PUBLIC_REASONS.values())
+    },
 }
 GAUGES = {
     "waiting_reserved_pages": "Host pages held for requests that wait, or being fetched for them",

@@ -305,13 +305,6 @@ class EngineConfig:
         minimum=2,
         default_text="the model's",
     )
-    explain_names: int = _count(
-        "explain_names",
-        1 << 18,
-        "Pages that have left the cache and are remembered, 15 bytes each, to explain misses; 0: nothing is "
-        "explained.",
-        minimum=0,
-    )
     num_threads: int | None = _count(
         "num_threads", None, "CPU threads of the model.", maximum=MAX_THREADS, default_text="1"
     )

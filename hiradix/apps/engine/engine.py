@@ -384,7 +384,7 @@ class Engine:
             agree=None if group is None else group.least,
             witness=witness,
             adapter_of=no_adapters,
-            explain_names=self.config.explain_names,
+            explain_names=config.explain_names,
         )
 
     def _cache_over(

@@ -19,7 +19,7 @@ from hiradix.apps.server.explanations import Explanations
 from hiradix.apps.server.generation import ClientGone
 from hiradix.apps.server.refusals import REFUSALS
 from hiradix.apps.server.service import Snapshot, TransferReport
-from hiradix.explain import Reason
+from hiradix.explain import public_counts
 
 TTFT_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 LATENCY_BUCKETS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -226,10 +226,6 @@ class SnapshotCollector:
         return metric
 
 
-_PUBLIC = {Reason.OTHER_NAMESPACE.value: Reason.NEVER_SEEN.value}
-"""What /metrics says for a reason: whoever may read it could ask about prompts of other tenants by it."""
-
-
 class _Tally:
     """Prompt and cached tokens so far, for the hit rate."""
 
@@ -306,8 +302,8 @@ class RequestMetrics:
             self._cached.labels(*labels, source).inc(count)
         if usage.explanation is not None:
             self.explanations.keep(usage.explanation)
-            for reason, count in usage.explanation.tokens_by_reason().items():
-                self._computed.labels(*labels, _PUBLIC.get(reason, reason)).inc(count)
+            for reason, count in public_counts(usage.explanation.tokens_by_reason()).items():
+                self._computed.labels(*labels, reason).inc(count)
         self._tally.prompt += usage.prompt_tokens
         self._tally.cached += usage.cached_tokens
 

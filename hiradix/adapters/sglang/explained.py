@@ -1,0 +1,53 @@
+"""Explains SGLang's requests: where each token of a prompt came from, and why what was computed had to be."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from hiradix.cache.misses import Hit, Misses, Withheld
+from hiradix.cache.prefetch import Prefetcher
+from hiradix.explain import Reason, RecentExplanations, public_counts
+from hiradix.tree import RadixKey
+
+
+class RequestExplainer:
+    """Explains each request once, when it first gives what it has computed. Scheduler thread only.
+
+    recent: of the last requests, for other threads. num_explained: since start.
+    """
+
+    def __init__(self, misses: Misses, prefetcher: Prefetcher, page_size: int):
+        self.recent = RecentExplanations()
+        self.num_explained = 0
+        self._misses = misses
+        self._prefetcher = prefetcher
+        self._page_size = page_size
+
+    @staticmethod
+    def refused(req: Any, end: int, reason: Reason | None) -> None:
+        """Tokens up to `end` of its prompt are on the host and were not loaded."""
+        req.hiradix_refused = Withheld(end, reason or Reason.DAMAGED, "on the host")
+
+    def explain(self, req: Any, handle: Any, make_key: Callable[[Any], RadixKey]) -> None:
+        """make_key: of its prompt without the last token, which is always computed. handle: of its prefetch. To be
+        called before what it has computed enters the tree; after the first time it does nothing."""
+        if getattr(req, "hiradix_explained", False) or not hasattr(req, "cached_tokens_device"):
+            return
+        req.hiradix_explained = True
+        withheld = []
+        if (refused := getattr(req, "hiradix_refused", None)) is not None:
+            withheld.append(refused)
+        if (found := self._prefetcher.pop_withheld(handle)) is not None:
+            end, reason, waited_s = found
+            withheld.append(Withheld(end * self._page_size, reason, "in storage", waited_s))
+        hit = Hit(req.cached_tokens_device, req.cached_tokens_host, req.cached_tokens_storage)
+        num_tokens = len(req.origin_input_ids)
+        self.recent.keep(self._misses.explain(req.rid, make_key(req), num_tokens, hit, withheld))
+        self.num_explained += 1
+
+    @property
+    def computed_tokens(self) -> Counter[str]:
+        """Tokens computed since start, by reason, for anybody."""
+        return public_counts(self._misses.tokens_by_reason)
