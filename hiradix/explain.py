@@ -148,8 +148,10 @@ def _summed(counts: Iterable[tuple[KeyT, int]]) -> dict[KeyT, int]:
 
 
 def public_counts(by_reason: Mapping[str, int]) -> Counter[str]:
-    """Tokens by reason for figures that anybody may read: those of `other_namespace` are under `never_seen`, as a
-    tenant could ask by them what others have sent."""
+    """Tokens by reason, for figures that anybody may read.
+
+    Those of `other_namespace` are under `never_seen`: a tenant could ask by them what others have sent.
+    """
     found: Counter[str] = Counter()
     for reason, count in by_reason.items():
         found[PUBLIC_REASONS[reason]] += count

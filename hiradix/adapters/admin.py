@@ -201,7 +201,9 @@ class _Handler(BaseHTTPRequestHandler):
         has_storage = calls.ask is not None and self._place == PATH
         if not (has_storage or self._is_wish() or self._is_explain()):
             there = [PATH] * (calls.ask is not None)
-            there += ["/hicache/intents, /hicache/prefix/VERB, /hicache/tenants"] * (calls.intents is not None)
+            there += ["/hicache/intents, /hicache/prefix/VERB, /hicache/tenants"] * (
+                calls.intents is not None
+            )
             there += [EXPLAIN] * (calls.explanations is not None)
             self._answer(404, {"message": f"there is only {', '.join(there)}"})
             return False

@@ -194,9 +194,7 @@ def test_a_prompt_that_ends_within_a_node(width: int) -> None:
         return [(one.start, one.end, one.reason, one.detail) for one in found.spans]
 
     own = key.tokens.tolist()
-    assert spans(own[: 3 * PAGE]) == [
-        (0, 3 * PAGE, Reason.UNDER_WAY, "computed or copied at the same time")
-    ]
+    assert spans(own[: 3 * PAGE]) == [(0, 3 * PAGE, Reason.UNDER_WAY, "computed or copied at the same time")]
     parted = [*own[: 2 * PAGE + 1], 77, *own[2 * PAGE + 2 : 4 * PAGE]]
     assert spans(parted) == [
         (0, 2 * PAGE, Reason.UNDER_WAY, "computed or copied at the same time"),

@@ -15,7 +15,9 @@ def spans_of(rig: Rig, tokens: list[int], **namespace: Any) -> list[tuple[int, i
     rig.settle()
     assert rig.cache.explainer is not None
     told: Any = rig.cache.explainer.recent.latest("1")
-    return [(one["start"], one["end"], one.get("reason", one["source"])) for one in told["requests"][0]["spans"]]
+    return [
+        (one["start"], one["end"], one.get("reason", one["source"])) for one in told["requests"][0]["spans"]
+    ]
 
 
 def test_new_prompts_known_ones_and_ones_that_part() -> None:

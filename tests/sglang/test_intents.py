@@ -53,6 +53,12 @@ class Wisher:
             assert time.monotonic() < deadline, receipt
             time.sleep(0.1)
 
+    def explained(self) -> dict[str, Any]:
+        """Where the last request's prompt came from."""
+        (told,) = self.call("GET", "/explain?last=1").json()["requests"]
+        assert told["prompt_tokens"] == LENGTH == sum(told["by_source"].values())
+        return dict(told)
+
     def press(self, times: float) -> None:
         """Serve prompts that nobody shares, of so many times what device and host have."""
         for _ in range(int(times * 2 * POOL_TOKENS / LENGTH) + 1):
@@ -82,11 +88,16 @@ def test_each_verb_does_what_it_says(wisher: Wisher, model: Path, tmp_path: Path
     wisher.press(10)
     again = server.ask(PROMPT)
     assert again.cached == WHOLE and again.tokens == first.tokens
+    told = wisher.explained()
+    sources = {tier: count for tier, count in told["by_source"].items() if tier != "computed"}
+    assert sum(sources.values()) == WHOLE and told["by_reason"] == {"boundary": LENGTH - WHOLE}
+    assert {tier: again.tier(tier) for tier in sources} == sources
     assert wisher.call("GET", f"/hicache/intents/{held['id']}").json()["saved_tokens"] >= WHOLE
     assert wisher.wish("hold", ttl_s=0.01)["id"] == held["id"]
     assert wisher.settled(held["id"])["state"] == "expired"
     wisher.press(2)
     assert server.ask(PROMPT).cached == 0
+    assert wisher.explained()["by_reason"] == {"evicted": WHOLE, "boundary": LENGTH - WHOLE}
 
     server.attach("file", keys(tmp_path / "pages", hicache_storage_identity="same weights"))
     kept = wisher.wish("bring", target="storage")
@@ -114,7 +125,7 @@ def test_each_verb_does_what_it_says(wisher: Wisher, model: Path, tmp_path: Path
 
 
 def test_nobody_without_the_key(wisher: Wisher) -> None:
-    for path in ("/hicache/intents", "/hicache/intents/1", "/hicache/tenants"):
+    for path in ("/hicache/intents", "/hicache/intents/1", "/hicache/tenants", "/explain"):
         assert wisher.call("GET", path, key="another").status_code == 401
     assert wisher.call("POST", "/hicache/prefix/locate", {}, key="another").status_code == 401
     assert wisher.call("GET", "/hicache/storage-backend").status_code == 404, "SGLang has its own"

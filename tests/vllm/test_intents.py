@@ -56,6 +56,12 @@ class Wisher:
             assert time.monotonic() < deadline, receipt
             self.player.generate([[5, 6, 7]], max_tokens=1)
 
+    def explained(self) -> dict[str, Any]:
+        """Where the last request's prompt came from."""
+        (told,) = self.call("GET", "/explain?last=1")[1]["requests"]
+        assert told["prompt_tokens"] == sum(told["by_source"].values())
+        return dict(told)
+
     def press(self, times: float) -> None:
         """Serve prompts that nobody shares, of so many times the host's pages."""
         for _ in range(int(times * HOST_PAGES * PAGE / 256)):
@@ -81,12 +87,16 @@ def test_a_held_prefix_outlives_pressure_and_leaves_with_its_lease(start: Start,
     again = ours.player.generate(PROMPTS[:1])
     assert again[0]["cached"] == WHOLE
     assert_same(expected, again)
+    told = ours.explained()
+    assert told["by_source"]["device"] + told["by_source"]["host"] == WHOLE
+    assert told["by_reason"] == {"boundary": len(PROMPT) - WHOLE}
     assert ours.call("GET", f"/hicache/intents/{held['id']}")[1]["saved_tokens"] >= WHOLE
     ended = ours.wish("hold", ttl_s=0.01)  # the same lease, which ends now
     assert ended["id"] == held["id"]
     assert ours.settled(held["id"])["state"] == "expired"
     ours.press(2)
     assert ours.cached() == 0
+    assert ours.explained()["by_reason"] == {"evicted": WHOLE, "boundary": len(PROMPT) - WHOLE}
 
 
 def test_what_is_vllms_own_is_refused_by_name_and_nobody_without_the_key(start: Start) -> None:
@@ -96,7 +106,7 @@ def test_what_is_vllms_own_is_refused_by_name_and_nobody_without_the_key(start: 
     for verb, body in (("hold", {"ttl_s": 9, "tiers": ["device"]}), ("forget", {"tiers": ["device"]})):
         status, receipt = ours.call("POST", f"/hicache/prefix/{verb}", {"selector": selector, **body})
         assert status == 409 and "its blocks are the engine's own" in receipt["reason"]
-    for path in ("/hicache/intents", "/hicache/intents/1", "/hicache/tenants"):
+    for path in ("/hicache/intents", "/hicache/intents/1", "/hicache/tenants", "/explain"):
         assert ours.call("GET", path, key="another")[0] == 401
     assert ours.call("POST", "/hicache/prefix/locate", {}, key="another")[0] == 401
     body = {"selector": {"tokens": [1], "extra_key": "x"}}

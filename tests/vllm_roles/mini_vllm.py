@@ -403,7 +403,7 @@ class MiniVLLM:
         self._late: dict[str, list[OfferedState]] = {}  # what is said of states with the next step
         self.done: list[FakeRequest] = []
         self.hit_tokens = 0
-        self.found: dict[str, tuple[int, int]] = {}  # at the first admission: vLLM's own tokens, and the host's
+        self.found: dict[str, tuple[int, int]] = {}  # when first admitted: tokens of vLLM's, of the host's
         self.num_preempted = 0
         self.num_quiet = 0
         self.num_recomputed = 0

@@ -31,8 +31,11 @@ class RequestExplainer:
         req.hiradix_refused = Withheld(end, reason or Reason.DAMAGED, "on the host")
 
     def explain(self, req: Any, handle: Any, make_key: Callable[[Any], RadixKey]) -> None:
-        """make_key: of its prompt without the last token, which is always computed. handle: of its prefetch. To be
-        called before what it has computed enters the tree; after the first time it does nothing."""
+        """Explain `req`, before what it has computed enters the tree; after the first time it does nothing.
+
+        make_key: gives the key of its prompt without the last token, which is always computed. handle: of its
+        prefetch.
+        """
         if getattr(req, "hiradix_explained", False) or not hasattr(req, "cached_tokens_device"):
             return
         req.hiradix_explained = True

@@ -79,8 +79,10 @@ class HiRadixHostCache(HiRadixPrefixCache):
         self._weights, self._extra = weights, extra
 
     def listen(self, port: int, api_key: str | None) -> None:
-        """Take wishes and questions on 127.0.0.1 from here on: see `hiradix.adapters.admin`. Raises ConfigError when the port
-        is taken, there is no key, or other ranks would have to be told."""
+        """Take wishes and questions on 127.0.0.1 from here on: see `hiradix.adapters.admin`.
+
+        Raises ConfigError when the port is taken, there is no key, or other ranks would have to be told.
+        """
         if not api_key:
             raise ConfigError(f"{PORT_ENV}: wishes need --admin-api-key")
         if not self._is_alone:

@@ -16,9 +16,9 @@ from hiradix.explain import Reason, RecentExplanations, public_counts
 
 
 class AskedTiers(NamedTuple):
-    """What host and storage had of a request's prompt before it got its blocks.
+    """Host and storage, as a request found them that has no blocks yet.
 
-    stored: first page, and number of pages, that came from storage for it. withheld: what was not taken, and why.
+    stored: first page, and number of pages, that came from storage for it. withheld: not taken, and why.
     """
 
     stored: tuple[int, int]
@@ -28,7 +28,8 @@ class AskedTiers(NamedTuple):
 class HostTierExplainer:
     """Explains each request once, when vLLM first gives it blocks. vLLM's scheduler thread only.
 
-    departed: what has left the host. policy: the eviction policy's name. recent: keeps those of the last requests.
+    departed: remembers what has left the host. policy: the eviction policy's name. recent: keeps the
+    explanations of the last requests.
     """
 
     def __init__(
