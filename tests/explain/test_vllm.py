@@ -1,4 +1,4 @@
-"""Inside vLLM: each token of a prompt has one source, and each computed one a reason that the host tier knows."""
+"""Inside vLLM: each token of a prompt has one source, each computed one a reason, as the host tier knows it."""
 
 from __future__ import annotations
 
