@@ -270,7 +270,8 @@ class Prefetcher:
         """Stop every prefetch of a key of which `covers` says so, and let nothing of it enter the tree."""
         for p in [*self._waiting, *self._running]:
             if covers(p.key):
-                self.stop(p.handle)
+                if self._waiting.has(p):
+                    self.stop(p.handle)
                 p.end_page = -1
                 self._cancel(p)  # those who joined it ask for their own
 

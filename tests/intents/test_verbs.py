@@ -572,3 +572,20 @@ def test_what_is_known_of_wishes_that_have_ended_is_bounded_in_tokens():
     assert w.cache.was_forgotten_since(LONG, began), "it may have been"
     assert not w.cache.was_forgotten_since(LONG, began + 2)
     w.end()
+
+
+def test_a_fetch_of_what_is_forgotten_stops_no_later_one_of_the_same_handle():
+    w = world()
+    w.cache.attach_storage(w.stores)
+    other = key_of(11, 12, 13)
+    w.seed(LONG, other)
+    w.cache.reset()
+    prefetcher = w.cache.prefetcher
+    assert prefetcher.start("one", LONG, w.cache.tree.root)
+    assert prefetcher.start("one", other, w.cache.tree.root), "the first one's request is gone"
+    prefetcher.forget(lambda key: bool(key.tokens[0] == 1))
+    w.quiet()
+    assert w.found(LONG)["host"].tokens == 0
+    assert w.found(other)["host"].tokens == 6
+    assert prefetcher.progress("one")
+    w.end()
