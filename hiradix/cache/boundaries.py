@@ -290,7 +290,7 @@ class BoundaryReads:
         """A read did not come whole, so reads behind it are of no use: cancel them, and note up to which page an
         earlier boundary may still be had."""
         p, found = read.p, read.found
-        p.end_page = found.start
+        p.end_page, p.has_failed = found.start, result.error is not None
         for ticket in p.tickets:
             self._executor.cancel(ticket)
         p.tries += 1

@@ -75,6 +75,10 @@ class BlockSave(InFlightJob):
         self.blocks: list[int] = []
         self.store: Ticket | None = None
 
+    @property
+    def copied(self) -> Node:
+        return self.lock.node
+
     def book(self, result: Result) -> None:
         self.device.saved(self, result)
 
@@ -100,6 +104,10 @@ class PageBackup(InFlightJob):
         self.first_hashed = first_hashed
         self.lock = locks[0]
         self.locks = locks
+
+    @property
+    def copied(self) -> Node:
+        return self.lock.node
 
     def book(self, result: Result) -> None:
         self.device.stored(self, result)

@@ -25,6 +25,7 @@ import numpy as np
 from hiradix.cache.pages import BACKBONE, NO_PAGES, Pages, PagesOf
 from hiradix.errors import Misuse
 from hiradix.transfer import JobKind, Result, Ticket
+from hiradix.tree import Node
 from hiradix.tree.native import mypyc_attr
 
 NOTHING: Final[PagesOf] = MappingProxyType({})
@@ -57,6 +58,11 @@ class InFlightJob:
         self.num_pages = count
         self.ticket = NO_TICKET
         self.orphaned = False
+
+    @property
+    def copied(self) -> Node | None:
+        """The end of the path of which it copies pages one tier down; None: it does not."""
+        return None
 
     def book(self, result: Result) -> None:
         """Apply the result to the tree and the counters. Called once, by `InFlightJobs.apply`; not for

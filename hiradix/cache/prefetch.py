@@ -193,7 +193,7 @@ class Prefetcher:
             return True
         if not self._is_over_time(p) and self._takes_what_there_is(p):
             return False
-        p.withheld = self._late(p)
+        p.withhold(*self._late(p))
         self._report(p)
         self._go_on(p)
         return True
@@ -266,7 +266,8 @@ class Prefetcher:
         """Stop every prefetch of a key of which `covers` says so, and let nothing of it enter the tree."""
         for p in [*self._waiting, *self._running]:
             if covers(p.key):
-                self.stop(p.handle)
+                if self._waiting.has(p):
+                    self.stop(p.handle)
                 p.end_page = -1
                 self._cancel(p)  # those who joined it ask for their own
 
@@ -433,7 +434,7 @@ class Prefetcher:
             p.started_s = self._clock()
         self.reads.hold(p, wish.beside)
         if not self.reads.submit(p, hit.part(wish.node.end, hit.end)):
-            p.withheld = hit.end, Reason.NO_ROOM
+            p.withhold(hit.end, Reason.NO_ROOM)
             self._finish(p)
 
     # -- the transfer's side ------------------------------------------------------------
@@ -486,7 +487,9 @@ class Prefetcher:
             self._tree.set_hashes(anchor, query.first_hashed, result.hashes[:skip])
         if result.error is not None and not p.stopped:
             self._supply.counters.miss("storage_transfer", p.asked_pages)
-            p.withheld = query.start + query.asked, Reason.STORAGE_FAILED
+            p.withhold(query.start + query.asked, Reason.STORAGE_FAILED)
+        if result.damaged_end > result.num_pages:
+            p.withhold(query.start + result.damaged_end, Reason.DAMAGED)
         p.found_nothing = result.error is None and result.num_pages == 0
         chain = None if query.first_hashed else result.hashes
         names = result.hashes[skip : skip + result.num_pages]
@@ -507,16 +510,18 @@ class Prefetcher:
         if p.stopped or not self.policy.worth_reading(count):
             self._supply.counters.miss("dropped" if p.stopped else "below_threshold", count)
             if count:
-                p.withheld = p.start_page + count, Reason.BELOW_THRESHOLD
+                p.withhold(p.start_page + count, Reason.BELOW_THRESHOLD)
             return False
         if not self.reads.no_regret.takes(GatedTransfer.FETCH, count):
             self._supply.counters.miss("slower_than_compute", count)
-            p.withheld = p.start_page + count, Reason.PREDICTED_SLOWER
+            p.withhold(p.start_page + count, Reason.PREDICTED_SLOWER)
             return False
         return True
 
     def _ask_again(self, p: Prefetch, num_pages: int) -> None:
         """Look for an earlier boundary, among the first `num_pages` pages asked for."""
+        if p.hit is not None and p.anchor.end + num_pages < p.hit.end:
+            p.withhold(p.hit.end, Reason.DAMAGED)
         p.asked_pages, p.hit = num_pages, None
         if self.policy.worth_asking(num_pages) and self._executor.storage_attached:
             self.room.release(p)
@@ -531,9 +536,9 @@ class Prefetcher:
             raise Misuse(f"a prefetch ends with tickets {p.tickets} and {p.unread_pages} pages unread")
         if p.phase is PrefetchPhase.READ and p.hit is not None:
             if p.end_page < p.hit.end:
-                p.withheld = p.hit.end, Reason.STORAGE_FAILED if p.has_failed else Reason.DAMAGED
+                p.withhold(p.hit.end, Reason.STORAGE_FAILED if p.has_failed else Reason.DAMAGED)
             elif p.loaded_end < p.hit.end:
-                p.withheld = p.hit.end, Reason.NO_ROOM
+                p.withhold(p.hit.end, Reason.NO_ROOM)
         p.phase = PrefetchPhase.DONE
         self.room.may_have_changed()
         self._running.remove(p)

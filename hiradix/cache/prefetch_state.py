@@ -109,6 +109,11 @@ class Prefetch:
         self.loaded_pages, self.loaded_end = kept, end if kept else 0
         self.end_page, self.has_failed, self.again_end = sys.maxsize, False, 0
 
+    def withhold(self, end: int, reason: Reason) -> None:
+        """Pages up to `end` do not come, for `reason`; of several, that of the longest counts."""
+        if self.withheld is None or end >= self.withheld[0]:
+            self.withheld = end, reason
+
     @property
     def is_measured(self) -> bool:
         """Whether its time says something of storage: it was not cancelled before its request had waited its

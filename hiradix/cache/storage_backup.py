@@ -51,6 +51,10 @@ class PathBackup(InFlightJob):
         self.lock = lock
         self.storage_epoch = storage_epoch
 
+    @property
+    def copied(self) -> Node:
+        return self.node
+
     def book(self, result: Result) -> None:
         self.backup.stored_path(self, result)
 
@@ -75,6 +79,10 @@ class BoundaryBackup(InFlightJob):
         self.first_hashed = first_hashed
         self.lock = lock
         self.storage_epoch = storage_epoch
+
+    @property
+    def copied(self) -> Node:
+        return self.node
 
     def book(self, result: Result) -> None:
         self.backup.stored_boundary(self, result)

@@ -68,6 +68,10 @@ class WriteThroughCopy(InFlightJob):
         source = gathered(self.others, (c for c in self.owns if c != BACKBONE))
         return [Copy(pages, self.owns[c], c) for c, pages in source.items()]
 
+    @property
+    def copied(self) -> Node:
+        return self.node
+
     def book(self, result: Result) -> None:
         self.write_through.written(self, result)
 

@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from hiradix.errors import BadNamespace
 from hiradix.intents.records import (
+    BRING_WAIT_S,
     MAX_NAME_CHARS,
     OPERATOR,
     TIER_NAMES,
@@ -54,7 +55,6 @@ _TIERS: Final = {
     Verb.BRING: (),
 }
 MAX_OF_REQUEST: Final = 8  # wishes in a field of one request
-BRING_WAIT_S: Final = 600.0  # as `PrefixCache.bring` has it
 
 Encode = Callable[[str, Any], list[int]]
 """The tokens of `text` or `messages`, by a listener that has a tokenizer. ValueError: it is none."""

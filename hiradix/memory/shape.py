@@ -39,7 +39,7 @@ class ArraySpec:
 
     per_page: a page has one row per layer, not one per token: an indexer's block, a page's scales, a state.
     parts: what the bytes of a head's elements are, where they are of several types: to compare pages, which
-    are moved as bytes. None where they are of `dtype`, or nobody knows.
+    are moved as bytes. Empty where they are of `dtype`, or nobody knows.
     """
 
     name: str

@@ -37,8 +37,9 @@ from typing import Any
 from hiradix.storage.batch import Batch
 from hiradix.storage.components import ComponentPages, PageDifference
 from hiradix.storage.guard.breaker import Troubles
-from hiradix.storage.guard.calls import as_answered, has_failed
+from hiradix.storage.guard.calls import CountWithDamaged, as_answered, has_failed, reasons_of
 from hiradix.storage.guard.stores import PageStore, StoragePart, Stores
+from hiradix.storage.kit.meters import MissReason
 from hiradix.storage.opening import StoreSettings
 from hiradix.storage.protocol import Page
 from hiradix.storage.wrappers import quantise
@@ -347,6 +348,8 @@ class Generations(Stores):
                 scope.is_due = scope.is_unread = True
                 return
             if not answer[0]:
+                if MissReason.DAMAGED in reasons_of(answer):
+                    scope.keep_back(component, label)
                 continue
             self._figures["pages_compared"] += 1
             own = quantise.rounded(page, of.elements) if self._trust.rounds else memoryview(page)
@@ -468,9 +471,10 @@ class _Scope:
     """The known generations of one adapter, or of the model without any.
 
     trusted: per component the labels to read, those that are put to first. records: of each label that was
-    seen. is_due: the records are to be looked at; is_unread: as a fault kept them from being read;
-    is_in_part: but for those of the half of a tier that is not away; is_unlisted: our own has no record yet,
-    as it was begun then; must_put: and ours is to be put again. lock: of all but reading `trusted`.
+    seen. damaged: per component the unknown labels of which a page to be compared was damaged. is_due: the
+    records are to be looked at; is_unread: as a fault kept them from being read; is_in_part: but for those of
+    the half of a tier that is not away; is_unlisted: our own has no record yet, as it was begun then; must_put:
+    and ours is to be put again. lock: of all but reading `trusted`.
     """
 
     name: str
@@ -481,6 +485,7 @@ class _Scope:
     rejected: set[bytes] = field(default_factory=set)
     adopted: set[bytes] = field(default_factory=set)
     records: dict[bytes, bytes] = field(default_factory=dict)
+    damaged: list[tuple[bytes, ...]] = field(default_factory=list)
     used_slots: set[int] = field(default_factory=set)
     is_due: bool = True
     is_unread: bool = False
@@ -493,6 +498,7 @@ class _Scope:
 
     def __post_init__(self) -> None:
         self.trusted = [() if self.given is None else (self.given,)] * self.num_components
+        self.damaged = [()] * self.num_components
 
     @property
     def put_label(self) -> bytes | None:
@@ -530,6 +536,7 @@ class _Scope:
         self.records = {**found, **{label: record for label, record in kept.items() if label not in found}}
         if len(self.rejected) > MOST_REJECTED:
             self.rejected &= set(found)
+        self.damaged = [tuple(label for label in labels if label in found) for labels in self.damaged]
         self._order()
 
     def _is_trusted(self, label: bytes) -> bool:
@@ -544,12 +551,18 @@ class _Scope:
     def adopt(self, component: int, label: bytes) -> None:
         self.adopted.add(label)
         self.trusted[component] = (*self.trusted[component], label)
+        self.damaged[component] = _without(self.damaged[component], label)
         self._order()
+
+    def keep_back(self, component: int, label: bytes) -> None:
+        """It cannot be compared, as a page of it is damaged."""
+        self.damaged[component] = (*_without(self.damaged[component], label), label)
 
     def reject(self, label: bytes) -> None:
         self.rejected.add(label)
         self.adopted.discard(label)
-        self.trusted = [tuple(one for one in labels if one != label) for labels in self.trusted]
+        self.trusted = [_without(labels, label) for labels in self.trusted]
+        self.damaged = [_without(labels, label) for labels in self.damaged]
 
     def begin(self, label: bytes, record: bytes) -> None:
         """A generation of our own: what is there under its label was computed here."""
@@ -557,6 +570,10 @@ class _Scope:
         self.records.setdefault(label, record)
         self.trusted = [labels if label in labels else (*labels, label) for labels in self.trusted]
         self._order()
+
+
+def _without(labels: tuple[bytes, ...], label: bytes) -> tuple[bytes, ...]:
+    return tuple(one for one in labels if one != label)
 
 
 class _Part(PageStore):
@@ -587,9 +604,11 @@ class _Part(PageStore):
         return self._guard.stats()
 
     def exists(self, keys: Sequence[str]) -> int:
-        """How many leading keys trusted generations have."""
+        """How many leading keys trusted generations have; with how many behind them one has that damage keeps
+        from being trusted."""
         batch = Batch.of(keys)
-        labels = self._labels(batch)
+        scope = self._whole.scope_of(batch.extra_key)
+        labels = self._whole.readable(scope, self._component)
         found = before = 0
         while labels:
             for label in labels:
@@ -598,6 +617,10 @@ class _Part(PageStore):
             if found in (before, len(batch)) or len(labels) == 1:
                 break
             before = found
+        for label in scope.damaged[self._component] if found < len(batch) else ():
+            num_damaged = self._guard.exists(_in_generation(batch[found:], label))
+            if num_damaged:
+                return CountWithDamaged.of(found, num_damaged)
         return found
 
     def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:

@@ -185,7 +185,12 @@ class JobTable:
                 self._post(Result(ticket, kind, own[0], hashes, text, reason, duration_s, own[1], epoch))
         else:
             num_bytes = task.num_bytes * done // asked if asked else 0
-            self._post(Result(task.ticket, kind, done, hashes, text, reason, duration_s, num_bytes, epoch))
+            self._post(
+                Result(
+                    task.ticket, kind, done, hashes, text, reason, duration_s, num_bytes, epoch,
+                    damaged_end=task.damaged_end,
+                )
+            )  # fmt: skip
         if self.wakeup is not None:
             self.wakeup()
 

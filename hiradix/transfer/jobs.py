@@ -192,6 +192,8 @@ class Result(NamedTuple):
     reason: the same as a value for counters, or None.
     duration_s: seconds from the start of the work to its end, 0 if it never started.
     num_adopted: of a worker process that stores: its `HiCacheController.num_adopted` by then.
+    damaged_end: of a query, up to which page storage has more than `num_pages`, which it serves to nobody, as
+        damage was found; 0: none is known.
     """
 
     ticket: Ticket
@@ -204,6 +206,7 @@ class Result(NamedTuple):
     num_bytes: int = 0
     epoch: int = 0
     num_adopted: int = 0
+    damaged_end: int = 0
 
 
 def as_pages(pages: Sequence[int] | npt.NDArray[Any]) -> Pages:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from hiradix.errors import Misuse, StorageError
 from hiradix.storage import PageStore, Stores
 from hiradix.storage.batch import ChainUse, LazyKeys
-from hiradix.storage.guard.calls import has_failed, reasons_of
+from hiradix.storage.guard.calls import damaged_behind, has_failed, reasons_of
 from hiradix.transfer.jobs import (
     BACKBONE_PAIR,
     DeletePayload,
@@ -95,7 +95,8 @@ class StorageRunner:
     # -- jobs -----------------------------------------------------------------------------
 
     def query(self, task: Task) -> Iterator[None]:
-        """Hash the rows, then count the leading pages storage has; stops at the first batch with a miss.
+        """Hash the rows, then count the leading pages storage has; stops at the first batch with a miss that is
+        none for damage.
 
         With windows it looks from there on backwards for where they end, and nothing counts before it knows.
         """
@@ -104,15 +105,20 @@ class StorageRunner:
         self._hash(task, query.rows)
         yield
         use, found = _use_of_query(task, query, BACKBONE_PAIR), query.known
-        while found < query.num_pages:
+        at = found  # pages [found, at) are damaged
+        while at < query.num_pages:
             task.check()
-            batch = range(found, min(found + self._batch_pages, query.num_pages))
-            found += self._count(use, batch)
+            batch = range(at, min(at + self._batch_pages, query.num_pages))
+            count = self._count(use, batch)
+            if found == batch.start:
+                found += count
+            at += count + damaged_behind(count)
             if not query.windows:
                 task.num_pages = found
-            if found < batch.stop:
+            if at < batch.stop:
                 break
             yield
+        task.damaged_end = at if at > found else 0
         if query.windows:
             task.num_pages = yield from self._boundary(task, query, found)
 

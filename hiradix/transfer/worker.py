@@ -38,12 +38,12 @@ class Task:
 
     ticket: whose Result it is; with `parts`, of loads that were started together, theirs are. num_asked,
     num_bytes: pages and bytes of all of it. after: what its copies must wait for on the device (an event of
-    the compute stream), or None. num_pages, hashes: what is done.
+    the compute stream), or None. num_pages, hashes: what is done. damaged_end: as of a Result.
     """
 
     __slots__ = (
-        "after", "epoch", "hashes", "kind", "num_asked", "num_bytes", "num_pages", "parts", "payload",
-        "started_s", "stop", "ticket",
+        "after", "damaged_end", "epoch", "hashes", "kind", "num_asked", "num_bytes", "num_pages", "parts",
+        "payload", "started_s", "stop", "ticket",
     )  # fmt: skip
 
     def __init__(
@@ -58,7 +58,7 @@ class Task:
         self.after = after
         self.parts = parts
         self.stop: FailReason | None = None
-        self.num_pages = 0
+        self.num_pages = self.damaged_end = 0
         self.hashes: tuple[bytes, ...] = ()
         self.started_s: float | None = None
 

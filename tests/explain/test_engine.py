@@ -13,6 +13,7 @@ from hiradix.apps.engine import Engine, SamplingParams, Scope
 from hiradix.config import HiCacheConfig, parse_extra_config
 from hiradix.explain import Explanation, Reason, TokenSource
 from hiradix.prefix_cache import build_prefix_cache
+from hiradix.storage.generations import NUM_SLOTS, record_key
 from tests.engine.conftest import MakeEngine, llama, make_engine, one_quiet_thread, reference
 from tests.engine.driving import Answer, drain
 
@@ -157,6 +158,18 @@ def test_storage_below_its_threshold_and_damaged(make_cached: MakeEngine, tmp_pa
             data[len(data) // 2] ^= 1
             path.write_bytes(data)
     assert reasons(ask(engine, prompt))[0] == (0, 96, Reason.DAMAGED)
+
+
+def test_storage_that_is_damaged_before_it_is_compared(make_cached: MakeEngine, tmp_path: Path) -> None:
+    prompt, cached = prompt_of(1), stored_in(tmp_path)
+    ask(make_cached(cache=cached), prompt)
+    records = tuple(record_key("", slot) for slot in range(NUM_SLOTS))
+    for path in tmp_path.rglob("*"):
+        if path.is_file() and path.stat().st_size > 1024 and not path.name.startswith(records):
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 1
+            path.write_bytes(data)
+    assert reasons(ask(make_cached(cache=cached), prompt))[0] == (0, 96, Reason.DAMAGED)
 
 
 def test_a_device_without_room_for_a_load(make_cached: MakeEngine) -> None:

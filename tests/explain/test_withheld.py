@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
+from hiradix.errors import StorageError
 from hiradix.explain import Reason
-from hiradix.tree import HOST
+from hiradix.tree import HOST, RadixKey
+from tests.cache.component_storage import Part
+from tests.cache.test_component_storage import TOKENS, restarted
 from tests.cache.test_waiting import Waiting, prompt
 
 
@@ -54,3 +60,35 @@ def test_a_prompt_that_no_room_would_hold_is_not_too_short() -> None:
     withheld = planner.prefetcher.pop_withheld("a")
     assert withheld is not None and withheld[:2] == (8, Reason.NO_ROOM)
     planner.gone()
+
+
+@pytest.mark.parametrize("component", [0, 1])
+@pytest.mark.parametrize("ends", [(12,), (6, 12)])
+def test_a_boundary_whose_pages_are_damaged_says_so(component: int, ends: tuple[int, ...]) -> None:
+    """Although an earlier boundary is looked for then, and all of that may come."""
+    world = restarted(*ends)
+    world.depot.damaged.add((component, world.hashes(RadixKey(TOKENS))[10]))
+    handle = world.prefetch(RadixKey(TOKENS))
+    world.settle()
+    prefetcher = world.cache.prefetcher
+    assert prefetcher is not None and prefetcher.progress(handle)
+    assert prefetcher.pop_loaded_pages(handle) == (6 if len(ends) > 1 else 0)
+    withheld = prefetcher.pop_withheld(handle)
+    assert withheld is not None and withheld[:2] == (12, Reason.DAMAGED)
+    world.assert_drained()
+
+
+def test_a_boundary_that_a_fault_kept_back_says_so() -> None:
+    world = restarted(12)
+
+    def fail(part: Part, keys: Sequence[str]) -> None:
+        raise StorageError("injected")
+
+    world.depot.on_get = fail
+    handle = world.prefetch(RadixKey(TOKENS))
+    world.settle()
+    prefetcher = world.cache.prefetcher
+    assert prefetcher is not None and prefetcher.progress(handle)
+    withheld = prefetcher.pop_withheld(handle)
+    assert withheld is not None and withheld[:2] == (12, Reason.STORAGE_FAILED)
+    world.assert_drained()

@@ -347,6 +347,59 @@ def test_persist_brings_everything_to_storage_after_a_late_attach(policy):
     w.end()
 
 
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+@pytest.mark.parametrize("tiers", [("storage",), ("device", "host", "storage")])
+def test_persist_of_everything_leaves_out_what_is_forgotten_meanwhile(policy, tiers):
+    w = world(write_policy=policy, intents=replace(WIDE, pages_per_tick=2))
+    w.seed(LONG, key_of(1, 2, 9), key_of(3, 4, salt="a"), key_of(5, salt="b"))
+    w.cache.attach_storage(w.stores)
+    bring = w.cache.intents.submit(Intent(Verb.BRING, Selector.everything(), target="storage"))
+    w.cache.tick()
+    forget = w.cache.intents.submit(Intent(Verb.FORGET, prefix(1, 2, 3, 4, 5, 6), tiers))
+    for _ in range(4):
+        w.quiet()
+    assert w.now(forget).state is IntentState.DONE
+    receipt = w.now(bring)
+    assert receipt.state is IntentState.DONE
+    assert receipt.clipped == f"4 pages are forgotten by {forget.id}", receipt
+    stored = {name.split("-")[0] for name in w.storage.pages}
+    assert not stored.intersection(w.names(LONG, 2))
+    kept = (key_of(1, 2, 9), key_of(3, 4, salt="a"), key_of(5, salt="b"))
+    assert all(stored.issuperset(w.names(key)) for key in kept)
+    w.end()
+
+
+def test_persist_leaves_out_what_is_being_forgotten_when_it_begins():
+    w = world()
+    w.seed(LONG, key_of(3, 4, salt="a"))
+    running = w.run_request(LONG)
+    w.cache.attach_storage(w.stores)
+    forget = w.wish(Verb.FORGET, prefix(1, 2, 3, 4, 5, 6), "device", "host")
+    assert forget.state is IntentState.RUNNING, "a request uses it"
+    bring = w.wish(Verb.BRING, Selector.everything(), target="storage")
+    assert (bring.state, bring.done.pages, bring.total.pages) == (IntentState.DONE, 2, 2)
+    assert bring.clipped == f"6 pages are forgotten by {forget.id}"
+    assert len(w.storage.pages) == 2
+    w.release(running)
+    w.quiet()
+    w.end()
+
+
+def test_persist_of_what_another_forgets_ends():
+    w = world(write_policy="write_back")
+    w.seed(key_of(3, 4, salt="a"))
+    w.cache.attach_storage(w.stores)
+    bring = w.cache.intents.submit(Intent(Verb.BRING, Selector.tenant_of("salt:a"), target="storage"))
+    w.cache.tick()
+    own = Intent(Verb.FORGET, prefix(3, 4, salt="a"), ("storage",), asked_by="salt:a")
+    forget = w.cache.intents.submit(own)
+    w.quiet()
+    ended = w.now(bring)
+    assert (ended.state, ended.reason) == (IntentState.CANCELLED, f"forgotten by {forget.id}")
+    assert w.now(forget).state is IntentState.DONE and not w.storage.pages
+    w.end()
+
+
 def test_persist_without_storage_is_refused_and_to_a_store_that_is_not_open():
     w = world()
     w.seed(LONG)
@@ -571,4 +624,21 @@ def test_what_is_known_of_wishes_that_have_ended_is_bounded_in_tokens():
     assert [receipt.id for receipt in kept] == [3, 4, 5, 6]
     assert w.cache.was_forgotten_since(LONG, began), "it may have been"
     assert not w.cache.was_forgotten_since(LONG, began + 2)
+    w.end()
+
+
+def test_a_fetch_of_what_is_forgotten_stops_no_later_one_of_the_same_handle():
+    w = world()
+    w.cache.attach_storage(w.stores)
+    other = key_of(11, 12, 13)
+    w.seed(LONG, other)
+    w.cache.reset()
+    prefetcher = w.cache.prefetcher
+    assert prefetcher.start("one", LONG, w.cache.tree.root)
+    assert prefetcher.start("one", other, w.cache.tree.root), "the first one's request is gone"
+    prefetcher.forget(lambda key: bool(key.tokens[0] == 1))
+    w.quiet()
+    assert w.found(LONG)["host"].tokens == 0
+    assert w.found(other)["host"].tokens == 6
+    assert prefetcher.progress("one")
     w.end()

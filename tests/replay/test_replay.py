@@ -249,6 +249,17 @@ def test_every_token_is_a_hit_of_one_tier_or_a_miss_for_one_reason(policy: str, 
     assert (played.hits["storage"].sum() > 0) == (tiers.storage > 0)
 
 
+@pytest.mark.parametrize("host_blocks", [1, 2, 3, 5])
+def test_a_fetch_that_the_host_has_too_little_room_for_leaves_nothing_behind(host_blocks: int) -> None:
+    for seed in range(3):
+        trace = random_trace(seed, 60)
+        player = Player(trace, "lru", Tiers(16, host_blocks * 4, 160))
+        assert player.play().hits["storage"].sum() > 0
+        prefetcher = player.simulated.cache.prefetcher
+        assert not [n for n in range(len(trace.calls)) if prefetcher.pop_withheld(n) is not None]
+        assert prefetcher.state() == (0, 0, 0)
+
+
 def test_a_lower_tier_adds_hits() -> None:
     trace = generate("chat", 3, 300)
     rates = []

@@ -32,6 +32,7 @@ from hiradix.storage.generations import (
     record_key,
     renamed,
 )
+from hiradix.storage.guard.calls import damaged_behind
 from tests.storage.doubles import FakeClock, FaultyBackend, MemoryBackend, memory_context, raise_error
 
 PAGE = 256
@@ -463,6 +464,22 @@ def test_records_that_cannot_be_read_are_not_taken_for_gone() -> None:
     world.faulty.faults.clear()
     world.clock.now_s += 10.1
     assert newcomer.put() == [True] * 8 and newcomer.reads_own() and len(world.records()) == 3
+
+
+def test_pages_that_a_damaged_page_keeps_from_being_trusted_are_said_to_be_damaged() -> None:
+    world = Shared()
+    first = world.open("a")
+    first.put()
+    assert damaged_behind(first.found()) == 0
+    label = first.store.scope_of(None).own
+    assert label is not None
+    (name,) = [name for name in world.memory.pages if name.endswith(renamed([CANARY], label)[0])]
+    world.memory.pages[name] = bytes(len(world.memory.pages[name]))
+    engine = world.open("a")
+    assert (engine.found(), damaged_behind(engine.found())) == (0, 8)
+    assert damaged_behind(engine.found([*KEYS[:3], CANARY[::-1]])) == 3
+    assert engine.put(KEYS[:2]) == [True, True]
+    assert (engine.found(), damaged_behind(engine.found())) == (8, 0), "another page was compared"
 
 
 def test_nothing_is_said_to_be_forgotten_while_the_records_cannot_be_read() -> None:

@@ -60,6 +60,31 @@ def test_a_request_whose_first_step_is_planned_saves_nothing_of_it_again() -> No
     assert vllm.role.requests["a"].is_stale
 
 
+def test_a_request_whose_promise_is_not_taken_up_saves_nothing_of_it_again() -> None:
+    """vLLM 0.33 counts its tokens as computed some steps before it tells of their blocks."""
+    vllm = MiniVLLM(World(budget=40))
+    vllm.add(request("a", 4))
+    vllm.drain()
+    one = request("b", 4)
+    vllm.role.arrived(one)
+    assert vllm.role.lookup(one, S) > 0
+    one.num_computed_tokens = 3 * S  # the first page of it is of vLLM's own prefix cache
+    forget(vllm, one)
+    assert vllm.role.requests["b"].is_stale
+
+
+def test_a_request_whose_first_step_is_planned_saves_nothing_of_it_after_a_reset() -> None:
+    vllm = MiniVLLM(World(budget=40))
+    one = request("a", 4)
+    vllm.add(one)
+    vllm.role.lookup(one, 0)
+    vllm.role.allocated(one, lambda: [[1, 2, 3, 4]], 0)
+    vllm.role.step([StepRequest("a", 4 * S, [1, 2, 3, 4])], lambda _: [[1, 2, 3, 4]])
+    assert one.num_computed_tokens == 0
+    vllm.role.reset()
+    assert vllm.role.requests["a"].is_stale
+
+
 def test_storage_alone_forgets_what_was_on_its_way_there() -> None:
     store: dict[str, bytes] = {}
     vllm = MiniVLLM(World(budget=40), [store])

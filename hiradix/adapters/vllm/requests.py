@@ -52,10 +52,11 @@ class Tracked:
     """One request from its arrival to its end.
 
     local_tokens: what vLLM's own prefix cache had at the last lookup. num_saved: leading pages of its block
-    loads: its loads under way. waiting_since: when it was first told to ask again, None if it was not.
-    is_stale: what it has computed so far was so before a reset. is_promised: a lookup has promised it pages
-    that vLLM has not taken up. has_blocks: vLLM has given it blocks since it began. gated: pages that a lookup
-    has last weighed against computing them, and whether they are worth loading. is_explained: see `explained`.
+    table that are saved or need not be. loads: its loads under way. waiting_since: when it was first told to
+    ask again, None if it was not. is_stale: what it has computed so far was so before a reset or a forget.
+    is_promised: a lookup has promised it pages that vLLM has not taken up. has_blocks: vLLM has given it blocks
+    since it began. gated: pages that a lookup has last weighed against computing them, and whether they are
+    worth loading. is_explained: see `explained`.
     """
 
     request: EngineRequest
@@ -70,6 +71,12 @@ class Tracked:
     has_blocks: bool = False
     gated: tuple[int, bool] = (0, False)
     is_explained: bool = False
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether some of it may be computed already. vLLM counts a step's tokens after it has told of their
+        blocks, and those of a late load before."""
+        return self.has_blocks or self.request.num_computed_tokens > 0
 
     def key(self, num_pages: int, page_size: int) -> RadixKey:
         """The key of the request's first pages; its tokens must be known that far."""

@@ -353,7 +353,7 @@ class SchedulerRole:
             return removals.cover_since(tracked.key(num_pages, size), before)
 
         for tracked in self.requests.values():
-            if tracked.has_blocks and covers(tracked, tracked.request.num_tokens // size):
+            if tracked.has_begun and covers(tracked, tracked.request.num_tokens // size):
                 tracked.is_stale = True
         self._finished.forget(lambda left: covers(left.tracked, left.num_pages))
 
@@ -553,7 +553,7 @@ class SchedulerRole:
         self._happened()
         for tracked in self.requests.values():
             self._give_up(tracked)
-            tracked.is_stale = tracked.request.num_computed_tokens > 0
+            tracked.is_stale = tracked.has_begun
         if self._prefetcher is not None:
             self._prefetcher.disown()
         self.intents.reset(is_empty=False)

@@ -151,7 +151,9 @@ class SimulatedCache:
         if prefetcher.start(handle, key, self.cache.match(key).loadable_node):
             self.settle()
         prefetcher.stop(handle)
-        return prefetcher.pop_loaded_pages(handle)
+        num_loaded = prefetcher.pop_loaded_pages(handle)
+        prefetcher.abort(handle)
+        return num_loaded
 
     def drop_tail(self, key: RadixKey, num_pages: int) -> int:
         """Let device pages at the end of a prompt's path go that nothing else uses, until so many went."""

@@ -10,6 +10,7 @@ from hiradix.cache.in_flight import InFlightJob
 from hiradix.cache.intents.arrival import Arrival
 from hiradix.cache.intents.job import IntentJob
 from hiradix.cache.intents.planner import Planner
+from hiradix.cache.intents.removals import Removal
 from hiradix.cache.intents.selection import ends_of, keys_of
 from hiradix.cache.intents.sessions import Sessions
 from hiradix.cache.pages import BACKBONE, Pages, PagesOf
@@ -245,11 +246,31 @@ class Persisting(IntentJob):
         if not self._planner.has_storage or self._planner.backup is None:
             self.end(IntentState.REFUSED, "no storage is attached")
             return
-        ends = ends_of(self._planner, self.intent.selector, self._sessions)
-        self._waiting.extend(ends)
-        lacking = {n for end in ends for n in self._planner.tree.path(end) if not n.stored}
+        self._waiting.extend(ends_of(self._planner, self.intent.selector, self._sessions))
+        for removal in self._planner.removals.under_way:
+            self.leave_out(removal)
+        if not self.is_open:
+            return
+        lacking = {n for end in self._waiting for n in self._planner.tree.path(end) if not n.stored}
         self.total = self._planner.backbone(sum(n.num_pages for n in lacking))
         self.advance()
+
+    def leave_out(self, removal: Removal) -> None:
+        """Go on without what is being forgotten; end where nothing else is left and nothing was stored."""
+        tree, forgotten = self._planner.tree, removal.nodes()
+        ends = {path.node: tree.current(path.node) for path in self._paths}
+        ends |= {end: tree.current(end) for end in self._waiting}
+        left = [at for at in ends.values() if at is not None and at in forgotten]
+        if not left:
+            return
+        self._paths = [path for path in self._paths if ends[path.node] not in forgotten]
+        fronts = {forgotten[at].parent: None for at in left}  # of these a part may be somebody else's too
+        self._waiting = deque(end for end in self._waiting if ends[end] not in forgotten)
+        self._waiting.extend(front for front in fronts if front is not None and front.parent is not None)
+        count = sum(n.num_pages for n in {n for at in left for n in tree.path(at) if n in forgotten})
+        self._clip(f"{count} pages are forgotten by {removal.wish}")
+        if not (self._waiting or self._paths or self._num_stored):
+            self.end(IntentState.CANCELLED, f"forgotten by {removal.wish}")
 
     def advance(self) -> None:
         if not self._planner.has_storage:
@@ -266,7 +287,7 @@ class Persisting(IntentJob):
         self.done = self._planner.backbone(min(self._num_stored, self.total.pages))
         if not self._waiting and not self._paths:
             if self._num_lost:
-                self.clipped = f"{self._num_lost} pages could not be stored, or had left the cache"
+                self._clip(f"{self._num_lost} pages could not be stored, or had left the cache")
             self.end(IntentState.DONE)
         elif self.is_over:
             self.end(IntentState.EXPIRED, "storage has not taken all of it in time")
@@ -276,12 +297,15 @@ class Persisting(IntentJob):
         left, budget = self._limits.pages_per_tick, self.intent.max_bytes
         while self._waiting and len(self._paths) < MAX_PATHS and left > 0:
             if budget is not None and self.done.bytes >= budget:
-                self.clipped = f"max_bytes is {budget}"
+                self._clip(f"max_bytes is {budget}")
                 self._waiting.clear()
                 return
             path = _Path(self._planner, self._waiting.popleft())
             self._paths.append(path)
             left -= path.num_pages
+
+    def _clip(self, why: str) -> None:
+        self.clipped = f"{self.clipped}; {why}" if self.clipped else why
 
     def _ended(self, path: _Path) -> None:
         is_here = self._planner.tree.current(path.node) is not None

@@ -24,7 +24,7 @@ from hiradix.intents.limits import IntentLimits
 from hiradix.policy.learning import learner_of
 from hiradix.transfer import JobKind, Result
 from hiradix.transfer.jobs import DeletePayload, FailReason
-from hiradix.tree import Freed, Node, PageRows, RadixTree
+from hiradix.tree import HOST, Freed, Node, PageRows, RadixTree
 
 MAX_DELETIONS: Final = 64  # of one wish that storage has not answered
 
@@ -56,6 +56,7 @@ class Forgetting(IntentJob):
         self._removal: Removal | None = None
         self._tiers = [TIERS_BY_NAME[name] for name in intent.tiers if name in planner.tiers]
         self._is_stored = "storage" in intent.tiers
+        self._going_down: set[Node] = set()  # as of the last look
         self._named: set[Node] = set()  # whose names storage was told, or is told with those of their branch
         self._num_open = 0  # deletions that storage has not answered
         self._left: list[DeletePayload] = []  # of those that follow what is in the tree
@@ -76,7 +77,7 @@ class Forgetting(IntentJob):
         if selector.kind is SelectorKind.PREFIX and not branches and len(selector.key or ()):
             self.end(IntentState.DONE, "no page of it is whole")
             return
-        self._removal = removal = planner.removals.begin(selector, branches)
+        self._removal = removal = planner.removals.begin(self.id, selector, branches)
         self._make_way(self, removal)
         if planner.prefetcher is not None:
             planner.prefetcher.forget(removal.covers)
@@ -147,15 +148,23 @@ class Forgetting(IntentJob):
 
     def _covered(self) -> list[Node]:
         """What of the tree is to be forgotten and is in one of the tiers still, parents first. O(that)."""
-        found = [] if self._removal is None else list(self._removal.tops())
-        for node in found:
-            found.extend(node.children.values())
+        found = [] if self._removal is None else self._removal.nodes()
+        self._going_down = self._find_going_down() if found else set()
         return [node for node in found if self._is_due(node)]
 
     def _is_due(self, node: Node) -> bool:
-        if any(node.resident(tier) for tier in self._tiers):
+        if node in self._going_down or any(node.resident(tier) for tier in self._tiers):
             return True
         return self._is_stored and node not in self._named
+
+    def _find_going_down(self) -> set[Node]:
+        """What copies and backups that run bring, on to storage too, to a tier that this wish empties."""
+        planner, kinds = self._planner, [JobKind.WRITE] if self._is_stored or HOST in self._tiers else []
+        if self._is_stored:
+            kinds.append(JobKind.STORE)
+        jobs = [job for kind in kinds for job in planner.in_flight.of_kind(kind).values()]
+        ends = {end for job in jobs if (end := job.copied) is not None}
+        return {node for end in ends for node in planner.tree.path(end)}
 
     def _held_by_others(self, covered: Iterable[Node]) -> set[Node]:
         """Of these, what leases keep that this wish may not end."""
@@ -174,9 +183,9 @@ class Forgetting(IntentJob):
         """Take a node out of the tiers, and tell storage its names. False: something uses it."""
         planner = self._planner
         payload = None
+        if node in self._going_down:
+            return False
         if self._is_stored and node not in self._named:
-            if not self._tiers and self._is_storing(node):
-                return False
             payload = DeletePayload(planner.tree.page_rows(node, node.start), node.num_pages)
         for tier in self._tiers:
             if node.resident(tier):
@@ -191,12 +200,6 @@ class Forgetting(IntentJob):
             node.stored = node.boundary_stored = False
             self._order(payload)
         return True
-
-    def _is_storing(self, node: Node) -> bool:
-        """Whether a backup that runs has pages of `node`."""
-        jobs = self._planner.in_flight.of_kind(JobKind.STORE).values()
-        locks = [lock for job in jobs if (lock := getattr(job, "lock", None)) is not None]
-        return any(node in self._planner.tree.path(lock.node) for lock in locks)
 
     def _count(self, freed: list[Freed]) -> None:
         names = {tier: name for name, tier in TIERS_BY_NAME.items()}
@@ -242,6 +245,7 @@ class Forgetting(IntentJob):
         if self._removal is not None:
             self._planner.removals.end(self._removal)
         self._removal = None
+        self._going_down.clear()
         self._named.clear()
         self._left.clear()
 

@@ -55,11 +55,14 @@ def _fork(tree: RadixTree, key: RadixKey, num_pages: int) -> int:
 class Removal:
     """What one wish forgets: some branches, or all of a tenant's, or everything.
 
-    number: of removals, since start.
+    number: of removals, since start. wish: the forget that it is of.
     """
 
-    def __init__(self, tree: RadixTree, number: int, selector: Selector, branches: Sequence[Branch]):
+    def __init__(
+        self, tree: RadixTree, number: int, wish: int, selector: Selector, branches: Sequence[Branch]
+    ):
         self.number = number
+        self.wish = wish
         self.branches = tuple(branches)
         self._tree = tree
         self._tenant = selector.name if selector.kind is SelectorKind.TENANT else None
@@ -108,6 +111,17 @@ class Removal:
             at = at.parent
         return at
 
+    def nodes(self) -> dict[Node, Node]:
+        """All nodes of the tree that are to be forgotten, each with the topmost one on its path. May split.
+        O(them)."""
+        found = {top: top for top in self.tops()}
+        left = list(found)
+        for node in left:
+            for child in node.children.values():
+                found[child] = found[node]
+                left.append(child)
+        return found
+
     def owns(self, node: Node) -> Node | None:
         """The topmost node on the path of `node` that is to be forgotten; None: none is. O(path)."""
         path = list(self._tree.path(node))
@@ -139,10 +153,15 @@ class Removals:
     def __bool__(self) -> bool:
         return bool(self._open)
 
-    def begin(self, selector: Selector, branches: Sequence[Branch]) -> Removal:
+    @property
+    def under_way(self) -> tuple[Removal, ...]:
+        """Those that have not ended, oldest first."""
+        return tuple(self._open)
+
+    def begin(self, wish: int, selector: Selector, branches: Sequence[Branch]) -> Removal:
         """Nothing that this covers is there for anybody from here on."""
         self.number += 1
-        removal = Removal(self._tree, self.number, selector, branches)
+        removal = Removal(self._tree, self.number, wish, selector, branches)
         self._open.append(removal)
         return removal
 
@@ -168,9 +187,13 @@ class Removals:
                 match = self._tree.boundaries(top.parent)
         return match
 
+    def covering(self, key: RadixKey) -> Removal | None:
+        """The first one under way that forgets pages of `key`."""
+        return next((removal for removal in self._open if removal.covers(key)), None)
+
     def cover(self, key: RadixKey) -> bool:
         """Whether pages of `key` are being forgotten."""
-        return any(removal.covers(key) for removal in self._open)
+        return self.covering(key) is not None
 
     def cover_since(self, key: RadixKey, number: int) -> bool:
         """Whether they are, or were forgotten by a removal behind that one, or may have been."""

@@ -155,14 +155,11 @@ class Intents:
                 self._close(job)
 
     def _begin(self, job: IntentJob) -> None:
-        forgets = [
-            other for other in self._open.values() if isinstance(other, Forgetting) and other is not job
-        ]
-        key = job.intent.selector.key
-        is_late = isinstance(job, (Lease, Warming, Persisting)) and key is not None
-        if is_late and key is not None and self.planner.removals.cover(key):
-            number = next((other.id for other in forgets), 0)
-            job.end(IntentState.REFUSED, f"it is being forgotten by {number}")
+        key, removal = job.intent.selector.key, None
+        if key is not None and isinstance(job, (Lease, Warming, Persisting)):
+            removal = self.planner.removals.covering(key)
+        if removal is not None:
+            job.end(IntentState.REFUSED, f"it is being forgotten by {removal.wish}")
         else:
             job.begin()
 
@@ -291,13 +288,16 @@ class Intents:
         return Copying(number, intent, planner, limits, sessions)
 
     def _make_way(self, forgetting: Forgetting, removal: Removal) -> None:
-        """End what a forget goes before: leases of what it covers, and what would bring that back."""
-        why = f"forgotten by {forgetting.id}"
+        """End what a forget goes before: leases of what it covers, and what would bring that back. What is on
+        its way to storage goes on without that, whoever asked for it."""
         for job in list(self._open.values()):
-            if job is forgetting or not forgetting.may_end(job) or job.state is IntentState.ACCEPTED:
+            if job is forgetting or job.state is IntentState.ACCEPTED:
                 continue
-            if isinstance(job, (Lease, Warming, Persisting)) and self._is_covered(job, removal):
-                job.end(IntentState.CANCELLED, why)
+            if isinstance(job, Persisting):
+                job.leave_out(removal)
+            elif isinstance(job, (Lease, Warming)) and forgetting.may_end(job):
+                if self._is_covered(job, removal):
+                    job.end(IntentState.CANCELLED, f"forgotten by {removal.wish}")
 
     def _is_covered(self, job: IntentJob, removal: Removal) -> bool:
         key = job.intent.selector.key

@@ -57,6 +57,24 @@ def has_failed(answer: Sequence[bool]) -> bool:
     return not FAULTS.isdisjoint(reasons_of(answer))
 
 
+class CountWithDamaged(int):
+    """How many leading pages a lookup found. num_damaged: pages right behind them that are there and are served
+    to nobody, as damage was found."""
+
+    num_damaged: int
+
+    @classmethod
+    def of(cls, count: int, num_damaged: int) -> CountWithDamaged:
+        found = cls(count)
+        found.num_damaged = num_damaged
+        return found
+
+
+def damaged_behind(count: int) -> int:
+    """How many pages right behind those that a lookup found damage keeps back, as far as that is known."""
+    return count.num_damaged if isinstance(count, CountWithDamaged) else 0
+
+
 def as_answered(
     flags: list[bool], *answers: Sequence[bool], more: Mapping[MissReason, int] = MappingProxyType({})
 ) -> list[bool]:

@@ -286,12 +286,12 @@ class GuardedStorage(StoragePart):
     def forget_tenant(self, tenant: str) -> int | None:
         """Forget all pages of a tenant: how many there were. None where the backend cannot tell whose its pages
         are, failed, or did not answer in time."""
-        forget = getattr(self.backend, "forget_tenant", _cannot_tell)
+        forget = getattr(self._backend, "forget_tenant", _cannot_tell)
         return self._counted("forget_tenant", partial(forget, tenant))
 
     def forget_behind(self, keys: Sequence[str]) -> int | None:
         """Forget all pages that continue one of these: how many there were. None as for `forget_tenant`."""
-        forget = getattr(self.backend, "forget_behind", _cannot_tell)
+        forget = getattr(self._backend, "forget_behind", _cannot_tell)
         return self._counted("forget_behind", partial(forget, self._named(Batch.of(keys))))
 
     def _counted(self, what: str, work: Callable[[], int | None]) -> int | None:
@@ -301,7 +301,7 @@ class GuardedStorage(StoragePart):
     def scrub(self) -> bool:
         """Leave no bytes and no names of what was forgotten; False when the backend failed, was late, or does
         not give bytes back."""
-        return self.frees_deleted and self._admin("scrub", getattr(self.backend, "scrub", _nothing))
+        return self.frees_deleted and self._admin("scrub", getattr(self._backend, "scrub", _nothing))
 
     # -- lifecycle ----------------------------------------------------------------------
 

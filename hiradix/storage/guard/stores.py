@@ -77,8 +77,8 @@ class PageStore(ABC):
 
 
 class StoragePart(PageStore):
-    """The guarded store of one component as its owner has it, who also deletes, clears and closes. Joined, or
-    not there yet."""
+    """The guarded store of one component as its owner has it, who also closes it. Joined, or not there
+    yet."""
 
     @property
     @abstractmethod
@@ -122,14 +122,6 @@ class StoragePart(PageStore):
     @abstractmethod
     def refuse(self, num_pages: int) -> list[bool]:
         """The answer to a put of so many pages where it is read-only, without asking it."""
-
-    @abstractmethod
-    def delete(self, keys: Sequence[str]) -> bool:
-        """Forget keys; False where that failed."""
-
-    @abstractmethod
-    def clear(self) -> bool:
-        """Forget all pages of its fingerprint; False where that failed."""
 
     @abstractmethod
     def ping(self) -> bool:
