@@ -6,10 +6,12 @@ Here and not beside the tree's tests: only this file is loaded where the workers
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
@@ -105,6 +107,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         sys.modules["numpy"].random.seed(FIRST)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(FIRST)
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """Take back what a test changes of its process's logging: `hiradix serve`, called in it, sets handlers."""
+    root = logging.getLogger()
+    level, handlers = root.level, set(root.handlers)
+    yield
+    root.setLevel(level)
+    for handler in set(root.handlers) - handlers:
+        root.removeHandler(handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

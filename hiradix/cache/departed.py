@@ -7,7 +7,7 @@ pages leave and when somebody asks, and kept on the nodes, so that a page is has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, NamedTuple
 
@@ -21,8 +21,9 @@ from hiradix.tree.key import NARROW, Extras, Namespace, packed, unpacked
 from hiradix.tree.node import NAME_BYTES
 
 WAYS: Final = 8  # places of a bucket
-ENTRY_BYTES: Final = 8 + 1 + 1 + 4  # name, reason, tier, when
-DEFAULT_NAMES: Final = 1 << 18
+_ENTRY: Final = np.dtype(
+    [("name", np.uint64), ("reason", np.uint8), ("tier", np.uint8), ("at_s", np.float32)]
+)
 MOST_PENDING: Final = 1024  # nodes that have left and are not in the table yet
 MOST_FIRST_PAGES: Final = 1 << 14
 FIRST_TOKENS: Final = 64  # of a prompt: as long a beginning in another namespace is no chance
@@ -47,59 +48,44 @@ class DepartureTable:
 
     def __init__(self, num_names: int):
         self._num_buckets = max(1, num_names // WAYS)
-        shape = self._num_buckets, WAYS
-        self._names = np.zeros(shape, np.uint64)  # 0: nothing
-        self._reasons = np.zeros(shape, np.uint8)
-        self._tiers = np.zeros(shape, np.uint8)
-        self._at_s = np.zeros(shape, np.float32)
+        self._entries = np.zeros((self._num_buckets, WAYS), _ENTRY)  # a name of 0: nothing
         self._next = np.zeros(self._num_buckets, np.uint8)
 
     @property
     def num_bytes(self) -> int:
-        return self._num_buckets * (WAYS * ENTRY_BYTES + 1)
+        return self._entries.nbytes + self._next.nbytes
 
-    def clear(self) -> None:
-        self._names[:] = 0
-
-    def add(self, names: Names, departure: Departure) -> None:
-        """These have left. One that is there already gets the later departure."""
-        names = np.unique(names)
-        buckets = (names % np.uint64(self._num_buckets)).astype(np.int64)
-        there = self._names[buckets] == names[:, None]
+    def add(self, left: Sequence[tuple[bytes, Departure]]) -> None:
+        """Pages of these names have left, in this order. One that is here already gets the later departure."""
+        names = np.frombuffer(b"".join(names for names, _ in left), np.uint64)
+        whose = np.repeat(np.arange(len(left)), [len(names) // NAME_BYTES for names, _ in left])
+        unique, last = np.unique(names[::-1], return_index=True)
+        why = np.array([(0, _REASONS.index(d.reason), d.tier, d.at_s) for _, d in left], _ENTRY)
+        entries = why[whose[::-1][last]]
+        entries["name"] = unique
+        buckets, there = self._find(unique)
         known = there.any(axis=1)
-        self._write(buckets[known], there[known].argmax(axis=1), names[known], departure)
-        names, buckets = names[~known], buckets[~known]
-        while len(names):
+        self._entries[buckets[known], there[known].argmax(axis=1)] = entries[known]
+        entries, buckets = entries[~known], buckets[~known]
+        while len(entries):
             _, first = np.unique(buckets, return_index=True)  # one of each bucket at a time
-            ways = self._next[buckets[first]].astype(np.int64)
-            self._write(buckets[first], ways, names[first], departure)
+            ways = self._next[buckets[first]]
+            self._entries[buckets[first], ways] = entries[first]
             self._next[buckets[first]] = (ways + 1) % WAYS
-            rest = np.ones(len(names), np.bool_)
-            rest[first] = False
-            names, buckets = names[rest], buckets[rest]
-
-    def _write(
-        self, buckets: npt.NDArray[np.int64], ways: npt.NDArray[np.int64], names: Names, departure: Departure
-    ) -> None:
-        self._names[buckets, ways] = names
-        self._reasons[buckets, ways] = _REASONS.index(departure.reason)
-        self._tiers[buckets, ways] = departure.tier
-        self._at_s[buckets, ways] = departure.at_s
+            entries, buckets = np.delete(entries, first), np.delete(buckets, first)
 
     def leading(self, names: Names) -> list[Departure]:
         """The departures of the first of `names`, up to one that is not here."""
-        buckets = (names % np.uint64(self._num_buckets)).astype(np.int64)
-        there = self._names[buckets] == names[:, None]
+        buckets, there = self._find(names)
         known = there.any(axis=1)
         count = len(names) if known.all() else int(known.argmin())
-        ways = there[:count].argmax(axis=1)
-        at = buckets[:count], ways
-        return [
-            Departure(_REASONS[reason], Tier(tier), at_s)
-            for reason, tier, at_s in zip(
-                self._reasons[at].tolist(), self._tiers[at].tolist(), self._at_s[at].tolist(), strict=True
-            )
-        ]
+        found = self._entries[buckets[:count], there[:count].argmax(axis=1)]
+        return [Departure(_REASONS[reason], Tier(tier), at_s) for _, reason, tier, at_s in found.tolist()]
+
+    def _find(self, names: Names) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """The bucket of each name, and of each place in it whether that has the name."""
+        buckets = (names % np.uint64(self._num_buckets)).astype(np.int64)
+        return buckets, self._entries["name"][buckets] == names[:, None]
 
 
 class Departed:
@@ -109,7 +95,7 @@ class Departed:
     beginnings of FIRST_TOKENS are in, by the plain name of their last page.
     """
 
-    def __init__(self, tree: RadixTree, clock: Callable[[], float], num_names: int = DEFAULT_NAMES):
+    def __init__(self, tree: RadixTree, clock: Callable[[], float], num_names: int):
         self.table = DepartureTable(num_names)
         self._tree = tree
         self._clock = clock
@@ -249,14 +235,9 @@ class Departed:
 
     def _settle(self) -> None:
         """Enter what has left into the table, in order."""
-        pending, self._pending = self._pending, []
-        at = 0
-        while at < len(pending):
-            departure, parts = pending[at][1], []
-            while at < len(pending) and pending[at][1] == departure:
-                parts.append(pending[at][0])
-                at += 1
-            self.table.add(np.frombuffer(b"".join(parts), np.uint64), departure)
+        if self._pending:
+            self.table.add(self._pending)
+            self._pending = []
 
 
 def page_names(prior: bytes, key: RadixKey, start: int, end: int, page_size: int) -> bytes:

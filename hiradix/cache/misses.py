@@ -26,10 +26,6 @@ class Hit(NamedTuple):
     host: int
     storage: int
 
-    @property
-    def num_tokens(self) -> int:
-        return self.device + self.host + self.storage
-
 
 class Withheld(NamedTuple):
     """Tokens up to `end` of a prompt are in some tier, or may be, and were not taken, for `reason`."""
@@ -41,25 +37,21 @@ class Withheld(NamedTuple):
 
 
 class Misses:
-    """Explains requests of one cache. Scheduler thread only.
+    """Explains requests of one cache. Scheduler thread only. policy: the eviction policy's name."""
 
-    departed: None where nobody remembers what has left.
-    """
-
-    def __init__(self, tree: RadixTree, departed: Departed | None, policy: str):
+    def __init__(self, tree: RadixTree, departed: Departed, policy: str):
         self._tree = tree
         self._departed = departed
         self._policy = policy
         self.tokens_by_reason: Counter[str] = Counter()  # computed since start
 
     def explain(
-        self, request_id: str, key: RadixKey, num_tokens: int, hit: Hit, withheld: Sequence[Withheld] = (),
-        waited_s: float = 0.0,
-    ) -> Explanation:  # fmt: skip
+        self, request_id: str, key: RadixKey, num_tokens: int, hit: Hit, withheld: Sequence[Withheld] = ()
+    ) -> Explanation:
         """Where a prompt of `num_tokens` came from, whose `key` has what could be looked up of it.
 
-        withheld: as far as known, in rising order. waited_s: for what came from storage. To be asked when the
-        request is admitted, before what it computes is inserted. O(pages that are computed).
+        withheld: as far as known, in rising order. To be asked when the request is admitted, before what it
+        computes is inserted. O(pages that are computed).
         """
         spans: list[Span] = []
         at = 0
@@ -69,8 +61,7 @@ class Misses:
             (hit.storage, TokenSource.STORAGE),
         ):
             if count:
-                waited = waited_s if source is TokenSource.STORAGE else 0.0
-                spans.append(Span(at, at + count, source, waited_s=waited))
+                spans.append(Span(at, at + count, source))
                 at += count
         for one in withheld:
             end = min(one.end, num_tokens)
@@ -94,7 +85,7 @@ class Misses:
         if known > at:
             yield Span(at, known, TokenSource.COMPUTED, Reason.BOUNDARY, self._boundary_text(node))
             at = known
-        if at < whole and self._departed is not None and at == found:
+        if at < whole and at == found:
             for departure, count in self._gone(node, key, whole // size, num_in_child):
                 yield Span(
                     at, at + count * size, TokenSource.COMPUTED, departure.reason, self._gone_text(departure)
@@ -111,17 +102,15 @@ class Misses:
     def _gone(self, node: Node, key: RadixKey, end: int, skipped: int) -> Iterator[tuple[Departure, int]]:
         """What has left of the pages of `key` behind `node` and `skipped` more, alike ones together, and how
         many pages that is."""
-        assert self._departed is not None
         left = self._departed.leading(node, key, end, skipped)
-        for (_, _), group in groupby(left, key=lambda one: (one.reason, one.tier)):
+        for _, group in groupby(left, key=lambda one: (one.reason, one.tier)):
             alike = list(group)
             yield alike[-1], len(alike)
 
     def _new(self, node: Node, key: RadixKey, child: Node | None, num_in_child: int) -> tuple[Reason, str]:
         """Why what follows `node` on the way of `key`, and was never here, is not. child: the one that lies on
         it in part, for so many pages."""
-        departed, is_at_root = self._departed, node.end + num_in_child == 0
-        if is_at_root and departed is not None and departed.is_in_other_namespace(key):
+        if node.end + num_in_child == 0 and self._departed.is_in_other_namespace(key):
             return Reason.OTHER_NAMESPACE, "cached under another cache_salt or extra_key"
         position = self._parting(node, key, child, num_in_child)
         if position is None:
@@ -144,14 +133,11 @@ class Misses:
 
     def _boundary_text(self, node: Node) -> str:
         """Which kind of attention has no usable prefix at `node`."""
-        beside = [component for component in self._tree.components[1:]]
-        if not beside:
-            return ""
-        kinds = ", ".join(component.name for component in beside)
-        return f"no usable prefix ends there: {kinds}"
+        kinds = ", ".join(component.name for component in self._tree.components[1:])
+        return f"no usable prefix ends there: {kinds}" if kinds else ""
 
     def _gone_text(self, departure: Departure) -> str:
-        ago_s = max(0.0, self._departed.now_s - departure.at_s) if self._departed is not None else 0.0
+        ago_s = max(0.0, self._departed.now_s - departure.at_s)
         tier = "device" if departure.tier is DEVICE else "host"
         by = f" by {self._policy}" if departure.reason is Reason.EVICTED else ""
         return f"left the {tier}{by} {ago_s:.1f} s ago"

@@ -222,17 +222,13 @@ class Prefetcher:
     def pop_loaded_span(self, handle: Hashable) -> tuple[int, int]:
         """(first page in the prompt, pages) that the prefetch brought; resets both. Pages that other requests
         put into the tree in the meantime lie before the first."""
-        p = self._waiting.get(handle)
-        if p is not None and self.is_done(handle):
-            self._report(p)
+        self._report_if_done(handle)
         return self._loaded.pop(handle, (0, 0))
 
     def pop_withheld(self, handle: Hashable) -> tuple[int, Reason, float] | None:
         """Up to which page storage has `handle`'s prompt, or may have it, why it did not bring that, and how
         long the request waited. None: all that storage has came. Reading resets it."""
-        p = self._waiting.get(handle)
-        if p is not None and self.is_done(handle):
-            self._report(p)
+        self._report_if_done(handle)
         return self._withheld.pop(handle, None)
 
     def stop(self, handle: Hashable) -> None:
@@ -273,6 +269,11 @@ class Prefetcher:
                 self.stop(p.handle)
                 p.end_page = -1
                 self._cancel(p)  # those who joined it ask for their own
+
+    def _report_if_done(self, handle: Hashable) -> None:
+        p = self._waiting.get(handle)
+        if p is not None and self.is_done(handle):
+            self._report(p)
 
     def _report(self, p: Prefetch) -> None:
         """Note, once, how many pages were brought: its request may run, or waits no more."""

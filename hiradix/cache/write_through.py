@@ -103,7 +103,7 @@ class WriteThrough:
     def on_insert(self, node: Node) -> None:
         """Copy to the host whatever is due on the path of `node`, which was just inserted or used again."""
         if self.policy.writes_on_insert:
-            for last, start in self._due(node):
+            for last, start in self._uncopied(node):
                 self._submit(last, start)
                 if self._learner is not None and not self._is_plain:
                     self._submit_inner(last, start)
@@ -114,20 +114,7 @@ class WriteThrough:
     def copy_down(self, node: Node) -> bool:
         """Copy down what the host lacks of the path to `node`, whatever the policy says of it, and what a
         boundary there needs. False: the host has not got the room for all of it."""
-        runs: list[tuple[Node, int]] = []
-        last: Node | None = None  # of the run that the walk is in
-        at = self._tree.current(node)
-        while at is not None and (parent := at.parent) is not None:
-            device = at.device.pages
-            if at.host.pages is not None or device is None or self._writing[BACKBONE][device[0]]:
-                last = None
-            elif last is None:
-                last = at
-                runs.append((last, at.start))
-            else:
-                runs[-1] = (last, at.start)
-            at = parent
-        for last, start in reversed(runs):
+        for last, start in self._uncopied(node, is_wished=True):
             copy = self._submit(last, start, is_wished=True)
             if copy is None or copy.node.end < last.end:
                 return False
@@ -148,31 +135,36 @@ class WriteThrough:
 
     # -- device to host -----------------------------------------------------------------
 
-    def _due(self, node: Node) -> list[tuple[Node, int]]:
+    def _uncopied(self, node: Node, is_wished: bool = False) -> list[tuple[Node, int]]:
         """The runs of nodes on the path that have neither a host copy nor one in flight, root first: (last node,
-        first page) of each. Ends above the first node that the policy does not write yet."""
+        first page) of each. Ends above the first node that the policy does not write yet, unless somebody wished
+        for the copies; then parts of the path may be on the host alone."""
         runs: list[tuple[Node, int]] = []
         last: Node | None = None  # of the run that the walk is in
         at = self._tree.current(node)
         while at is not None and (parent := at.parent) is not None:
-            if at.device.pages is None:
+            device = at.device.pages
+            if device is None and not is_wished:
                 raise Misuse(f"{at} is above an inserted node but not on the device")
-            if at.host.pages is not None:
+            if at.host.pages is not None or device is None:
                 last = None
+            elif not is_wished and not self._is_due(at):
+                runs, last = [], None  # a child's copy would be unreachable without its parent's
+            elif self._writing[BACKBONE][device[0]]:
+                last = None
+            elif last is None:
+                last = at
+                runs.append((last, at.start))
             else:
-                is_new = self._learner is not None and at.note is None  # nothing is known before it is used
-                if is_new or not self.policy.is_due(at.hit_count):
-                    runs, last = [], None  # a child's copy would be unreachable without its parent's
-                elif self._writing[BACKBONE][at.device.pages[0]]:
-                    last = None
-                elif last is None:
-                    last = at
-                    runs.append((last, at.start))
-                else:
-                    runs[-1] = (last, at.start)
+                runs[-1] = (last, at.start)
             at = parent
         runs.reverse()
         return runs
+
+    def _is_due(self, node: Node) -> bool:
+        """Whether the policy writes `node` by now."""
+        is_new = self._learner is not None and node.note is None  # nothing is known before it is used
+        return not is_new and self.policy.is_due(node.hit_count)
 
     def _submit(
         self,

@@ -740,19 +740,16 @@ class PrefixCache:
 
     # -- explanations -------------------------------------------------------------------
 
-    def explain(
-        self, req: RequestLike, key: RadixKey, num_tokens: SupportsIndex, hit: Hit, refused: SupportsIndex = 0
-    ) -> Explanation | None:
-        """Where each of the first `num_tokens` tokens of a request comes from, as it is admitted; None where
-        nothing is remembered (`CacheInitParams.explain_names`).
+    def explain(self, req: RequestLike, hit: Hit, refused: SupportsIndex = 0) -> Explanation | None:
+        """Where each token of a request's prompt comes from, as it is admitted; None where nothing is remembered
+        (`CacheInitParams.explain_names`).
 
-        key: what was looked up of them. hit: what it has. refused: so many tokens behind the device's that the
-        host has were not loaded.
+        hit: what it has. refused: so many tokens behind the device's that the host has were not loaded.
         """
         misses = self.cache.misses
         if misses is None:
             return None
-        withheld, waited_s = [], 0.0
+        withheld = []
         if index(refused):
             reason = self.cache.load_refusal or Reason.DAMAGED
             withheld.append(Withheld(hit.device + index(refused), reason, "on the host"))
@@ -761,7 +758,9 @@ class PrefixCache:
             if found is not None:
                 end, reason, waited_s = found
                 withheld.append(Withheld(end * self.page_size, reason, "in storage", waited_s))
-        return misses.explain(req.rid, self._view(key), index(num_tokens), hit, withheld)
+        prompt = req.origin_input_ids
+        key = self._key(prompt[: len(prompt) - 1], req)  # the last token is always computed
+        return misses.explain(req.rid, key, len(prompt), hit, withheld)
 
     # -- storage: while serving ---------------------------------------------------------
 
@@ -959,7 +958,7 @@ class PrefixCache:
 
     def full_protected_size(self) -> int:
         """Device tokens of full attention in the tree that a request or a transfer holds."""
-        return self.tree.resident_pages(DEVICE) * self.page_size - self.full_evictable_size()
+        return self._protected_pages(BACKBONE) * self.page_size
 
     def swa_evictable_size(self) -> int:
         """Device tokens whose window data no request holds."""
@@ -967,8 +966,7 @@ class PrefixCache:
 
     def swa_protected_size(self) -> int:
         """Device tokens whose window data a request or a transfer holds."""
-        resident = self.tree.resident_pages(DEVICE, BESIDE) if self.supports_swa() else 0
-        return resident * self.page_size - self.swa_evictable_size()
+        return self._protected_pages(BESIDE) * self.page_size if self.supports_swa() else 0
 
     def mamba_evictable_size(self) -> int:
         """Device records of state that no request and no transfer holds."""
@@ -976,8 +974,7 @@ class PrefixCache:
 
     def mamba_protected_size(self) -> int:
         """Device records of state in the tree that a request or a transfer holds."""
-        resident = self.tree.resident_pages(DEVICE, BESIDE) if self.supports_mamba() else 0
-        return resident - self.mamba_evictable_size()
+        return self._protected_pages(BESIDE) if self.supports_mamba() else 0
 
     def all_values_flatten(self) -> torch.Tensor:
         """int64 [total tokens]: every device slot in the tree. O(tree); for leak hunts."""

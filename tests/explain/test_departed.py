@@ -14,6 +14,7 @@ from hiradix.tree import BACKBONE, DEVICE, HOST, Granularity, RadixKey, RadixTre
 from hiradix.tree.node import NAME_BYTES
 
 PAGE = 4
+NAMES = 1 << 16
 
 
 class Pages:
@@ -61,7 +62,7 @@ def test_what_has_left_is_known_with_its_reason_and_nothing_else_is(seed: int) -
     rng = random.Random(seed)
     now = [0.0]
     tree = RadixTree(PAGE, granularity=Granularity(long_path=2))
-    departed, pages = Departed(tree, lambda: now[0], 1 << 16), Pages()
+    departed, pages = Departed(tree, lambda: now[0], NAMES), Pages()
     there: set[tuple[object, ...]] = set()
     left: dict[tuple[object, ...], tuple[Reason, float]] = {}
     keys = []
@@ -107,7 +108,7 @@ def test_what_has_left_is_known_with_its_reason_and_nothing_else_is(seed: int) -
 def test_names_on_nodes_are_those_of_their_keys_whatever_is_split_and_merged(seed: int) -> None:
     rng = random.Random(seed)
     tree = RadixTree(PAGE, granularity=Granularity(long_path=2))
-    departed, pages = Departed(tree, lambda: 0.0), Pages()
+    departed, pages = Departed(tree, lambda: 0.0, NAMES), Pages()
     for _ in range(120):
         key = random_key(rng).page_aligned(PAGE)
         if key.num_pages(PAGE):
@@ -123,7 +124,7 @@ def test_names_on_nodes_are_those_of_their_keys_whatever_is_split_and_merged(see
 
 def test_what_is_still_in_another_tier_has_not_left() -> None:
     tree = RadixTree(PAGE)
-    departed = Departed(tree, lambda: 0.0)
+    departed = Departed(tree, lambda: 0.0, NAMES)
     key = RadixKey(range(2 * PAGE))
     tree.unlock(tree.insert(key, DEVICE, [np.arange(2, dtype=np.int32)]).lock)
     node = tree.find(key)
@@ -142,7 +143,7 @@ def test_a_table_forgets_the_oldest_of_a_bucket_and_keeps_its_size(seed: int) ->
     buckets: dict[int, dict[int, float]] = {}
     for step in range(60):
         names = rng.integers(1, 400, rng.integers(1, 40)).astype(np.uint64)
-        table.add(names, Departure(Reason.EVICTED, DEVICE, float(step)))
+        table.add([(names.tobytes(), Departure(Reason.EVICTED, DEVICE, float(step)))])
         unique = np.unique(names).tolist()
         known = [name for name in unique if name in buckets.get(name % 16, {})]
         for name in [*known, *(name for name in unique if name not in known)]:
@@ -160,7 +161,7 @@ def test_a_table_forgets_the_oldest_of_a_bucket_and_keeps_its_size(seed: int) ->
 
 def test_a_beginning_is_known_in_other_namespaces_while_it_is_there() -> None:
     tree = RadixTree(PAGE)
-    departed = Departed(tree, lambda: 0.0)
+    departed = Departed(tree, lambda: 0.0, NAMES)
     count = FIRST_TOKENS // PAGE
     key = RadixKey(range(FIRST_TOKENS + PAGE), cache_salt="a")
     for end in (1, count + 1):  # two nodes
@@ -183,7 +184,7 @@ def test_a_beginning_is_known_in_other_namespaces_while_it_is_there() -> None:
 def test_a_prompt_that_ends_within_a_node(width: int) -> None:
     """One that was not looked up: the tree has it and more, in one node."""
     tree = RadixTree(PAGE)
-    departed = Departed(tree, lambda: 0.0)
+    departed = Departed(tree, lambda: 0.0, NAMES)
     key = RadixKey([width, *range(6 * PAGE - 1)])
     tree.unlock(tree.insert(key, DEVICE, [np.arange(6, dtype=np.int32)]).lock)
     misses = Misses(tree, departed, "lru")

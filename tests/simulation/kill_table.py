@@ -270,7 +270,7 @@ BUGS = [
     bug(
         "28",
         "only the last node of a path is written through",
-        "WriteThrough._due",
+        "WriteThrough._uncopied",
         "_1 = _2",
         "_1 = None",
         "tests/cache/test_lost_hits.py",

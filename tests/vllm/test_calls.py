@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,7 +108,7 @@ def test_blocks_that_vllm_fills_itself_are_written_to(zeroed: Any, copies: Any) 
         return Orders()
 
     one: Any = object.__new__(connector.HiRadixConnector)
-    one._grouping, one._resets = Grouping(16, (0,), (FULL,)), connector.ResetWatch()
+    one._grouping, one._resets, one._turn = Grouping(16, (0,), (FULL,)), connector.ResetWatch(), nullcontext()
     one.scheduler = SimpleNamespace(step=step, quiet_step=lambda rows: Orders())
     output: Any = SimpleNamespace(
         scheduled_new_reqs=[],

@@ -384,14 +384,12 @@ class Scheduler:
             return
         storage = min(request.storage_hit_length, loaded)
         hit = Hit(from_device, loaded - storage, storage)
-        num_tokens = len(request.origin_input_ids)
-        key = RadixKey(request.tokens(0, num_tokens - 1), request.extra_key, cache_salt=request.cache_salt)
         request.usage = replace(
             request.usage,
             cached_device=hit.device,
             cached_host=hit.host,
             cached_storage=hit.storage,
-            explanation=self._cache.explain(request, key, num_tokens, hit, refused),
+            explanation=self._cache.explain(request, hit, refused),
         )
 
     # -- slots --------------------------------------------------------------------------
