@@ -118,10 +118,13 @@ class Answering:
             raise ApiError(f"tokens: {error}", param="tokens") from error
 
     def conversation(self, messages: Sequence[Json], tools: Sequence[Json] = (), **more: Any) -> ChatPrompt:
-        """What the chat template is rendered with; tools in words where it has no place for them."""
+        """What the chat template is rendered with; tools in words where it has no place for them. ApiError."""
         if not self._has_tools and (tools or any(_is_of_tools(message) for message in messages)):
-            return ChatPrompt(described(messages, tools), **more)
-        return ChatPrompt(messages, tools, **more)
+            messages, tools = described(messages, tools), ()
+        try:
+            return ChatPrompt(messages, tools, **more)
+        except RequestError as error:
+            raise api_error(error, "messages") from error
 
     # -- tokens -----------------------------------------------------------------------------
 

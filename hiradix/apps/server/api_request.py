@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hiradix.apps.engine.api import (
     FINISH_STOP,
@@ -28,6 +29,12 @@ class ToolUse:
     form: ToolFormat
     is_forced: bool = False
     most_one: bool = False
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Parameters by which the engine knows a call and shows it."""
+        markers = ("",) if self.is_forced else self.form.markers
+        return {"tool_markers": markers, **({"skip_special_tokens": False} if self.form.is_special else {})}
 
     def reader(self) -> CallReader:
         """For one answer."""
@@ -95,7 +102,6 @@ class WholeAnswer:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: str | None = None
     matched_stop: str | None = None
-    usage: Usage = Usage(0)
 
     def add(self, piece: Piece) -> None:
         """The answer goes on."""
@@ -110,8 +116,7 @@ class WholeAnswer:
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
-        self.finish_reason, self.usage = piece.finish_reason, output.usage
-        self.matched_stop = output.matched_stop
+        self.finish_reason, self.matched_stop = piece.finish_reason, output.matched_stop
 
 
 class PieceReader:

@@ -13,10 +13,10 @@ from hiradix.apps.engine import grammar as forms
 from hiradix.apps.server.answering import Answering
 from hiradix.apps.server.api_request import AnswerForm, ToolUse
 from hiradix.apps.server.errors import ApiError
+from hiradix.apps.server.render import Json
 from hiradix.apps.server.schema import StrictBody
 from hiradix.apps.server.tools import calls_rules
 
-Json = dict[str, Any]
 MAX_TOOLS = 512
 OTHER_PARTS = (
     "image_url",
@@ -43,6 +43,22 @@ class TextPart(StrictBody):
     type: Annotated[Literal["text"], BeforeValidator(text_only)]
     text: str
     cache_control: dict[str, Any] | None = None
+
+
+def joined_text(content: str | Sequence[Any]) -> str:
+    """A content as one text. content: the text, or parts that have one each."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class ItemBody(StrictBody):
+    """One of several kinds of things, each of which needs other fields."""
+
+    def need(self, name: str, field: str) -> Any:
+        """One of its fields. ApiError where it is not there."""
+        value = getattr(self, name)
+        if value is None:
+            raise ApiError(f"{field}.{name}: is needed", param=f"{field}.{name}")
+        return value
 
 
 class FunctionCall(StrictBody):
@@ -111,8 +127,7 @@ class MessageBody(StrictBody):
     @property
     def text(self) -> str:
         """Its content, parts put together."""
-        content = self.content or self.refusal or ""
-        return content if isinstance(content, str) else "".join(part.text for part in content)
+        return joined_text(self.content or self.refusal or "")
 
 
 Messages = Annotated[list[MessageBody], Field(min_length=1, max_length=10_000)]

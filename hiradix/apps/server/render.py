@@ -62,6 +62,11 @@ class Envelope:
         head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
         return {**head, "choices": choices, "usage": usage}
 
+    def closing(self, kind: str, usage: Usage) -> list[bytes]:
+        """Events behind the last piece: the usage, if asked for, and [DONE]."""
+        last = [event(self.wrap(kind, [], usage_json(usage)))] if self.with_usage else []
+        return [*last, DONE]
+
 
 def token_name(text_of: TokenText, token_id: int) -> tuple[str, list[int] | None]:
     """A token's text and its bytes; `token_id:N` and None where it holds part of a character."""

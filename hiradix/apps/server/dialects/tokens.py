@@ -7,10 +7,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request
 from pydantic import Field
 
-from hiradix.apps.engine.api import ChatPrompt, RequestError
+from hiradix.apps.engine.api import ChatPrompt
 from hiradix.apps.server.answering import Answering
 from hiradix.apps.server.errors import ApiError
-from hiradix.apps.server.generation import api_error
 from hiradix.apps.server.intake import read_body
 from hiradix.apps.server.messages import Messages, Tools, plain_messages
 from hiradix.apps.server.schema import StrictBody
@@ -39,14 +38,11 @@ class TokenizeBody(StrictBody):
             return self.prompt or ""
         continues = bool(self.continue_final_message)
         opens = not continues if self.add_generation_prompt is None else self.add_generation_prompt
-        try:
-            return answering.conversation(
-                plain_messages(self.messages), [tool.plain() for tool in self.tools or ()],
-                template_kwargs=self.chat_template_kwargs or {}, opens_answer=opens, continues_last=continues,
-                add_special_tokens=bool(self.add_special_tokens),
-            )  # fmt: skip
-        except RequestError as error:
-            raise api_error(error, "messages") from error
+        return answering.conversation(
+            plain_messages(self.messages), [tool.plain() for tool in self.tools or ()],
+            template_kwargs=self.chat_template_kwargs or {}, opens_answer=opens, continues_last=continues,
+            add_special_tokens=bool(self.add_special_tokens),
+        )  # fmt: skip
 
 
 class DetokenizeBody(StrictBody):
