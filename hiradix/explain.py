@@ -7,14 +7,10 @@ reason of a closed list (`Reason`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeVar
 
 from hiradix.errors import Misuse
-
-KeyT = TypeVar("KeyT")
 
 
 class TokenSource(Enum):
@@ -111,12 +107,18 @@ class Explanation:
         return self.spans[-1].end if self.spans else 0
 
     def tokens_by_source(self) -> Counter[str]:
-        return Counter({s.value: n for s, n in _summed((s.source, s.num_tokens) for s in self.spans).items()})
+        found: Counter[str] = Counter()
+        for span in self.spans:
+            found[span.source.value] += span.num_tokens
+        return found
 
     def tokens_by_reason(self) -> Counter[str]:
         """Of what was computed."""
-        reasons = ((s.reason, s.num_tokens) for s in self.spans if s.reason is not None)
-        return Counter({reason.value: count for reason, count in _summed(reasons).items()})
+        found: Counter[str] = Counter()
+        for span in self.spans:
+            if span.reason is not None:
+                found[span.reason.value] += span.num_tokens
+        return found
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -126,10 +128,3 @@ class Explanation:
             "by_reason": dict(self.tokens_by_reason()),
             "spans": [span.as_json() for span in self.spans],
         }
-
-
-def _summed(counts: Iterable[tuple[KeyT, int]]) -> dict[KeyT, int]:
-    found: dict[KeyT, int] = {}
-    for key, count in counts:
-        found[key] = found.get(key, 0) + count
-    return found
