@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from hiradix.errors import BadNamespace
 from hiradix.intents.records import (
+    BRING_WAIT_S,
     MAX_NAME_CHARS,
     OPERATOR,
     TIER_NAMES,
@@ -54,7 +55,6 @@ _TIERS: Final = {
     Verb.BRING: (),
 }
 MAX_OF_REQUEST: Final = 8  # wishes in a field of one request
-BRING_WAIT_S: Final = 600.0  # as `PrefixCache.bring` has it
 
 IntentBody = bytes | str | Mapping[str, Any]
 """A body of JSON, or the object that was read from one."""

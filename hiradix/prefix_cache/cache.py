@@ -19,7 +19,17 @@ from hiradix.cache import HierarchicalCache, HostTier
 from hiradix.cache.misses import Hit, Withheld
 from hiradix.errors import Misuse, NoTier
 from hiradix.explain import Explanation, Reason
-from hiradix.intents import OPERATOR, TIER_NAMES, Intent, Receipt, Selector, TenantUse, Verb
+from hiradix.intents import (
+    BRING_WAIT_S,
+    OPERATOR,
+    TIER_NAMES,
+    WISH_WAIT_S,
+    Intent,
+    Receipt,
+    Selector,
+    TenantUse,
+    Verb,
+)
 from hiradix.policy.eviction import make_order
 from hiradix.policy.no_regret import NoRegret
 from hiradix.policy.uses import Finished, known_hint
@@ -48,8 +58,6 @@ from hiradix.tree.native import mypyc_attr
 from hiradix.tree.node import NO_PAGES
 
 BESIDE: Final = 1  # the tree's component of the kind beside full attention
-WISH_WAIT_S: Final = 30.0  # longest time to reach what is wished, where nothing else is said
-BRING_WAIT_S: Final = 600.0
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
