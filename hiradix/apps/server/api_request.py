@@ -23,8 +23,8 @@ MOST_ANSWERS = 128  # of one request, n of each prompt
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """How an answer may call functions. form: how the model writes calls; is_forced: it must call one; most_one:
-    at most one."""
+    """How an answer may call functions. form: how calls are written, by the model or a grammar; is_forced: it
+    must call one; most_one: at most one."""
 
     form: ToolFormat
     is_forced: bool = False
@@ -38,8 +38,7 @@ class ToolUse:
 
     def reader(self) -> CallReader:
         """For one answer."""
-        form = self.form.forced if self.is_forced else self.form
-        return CallReader(form, 1 if self.most_one else None)
+        return CallReader(self.form, 1 if self.most_one else None)
 
 
 @dataclass(frozen=True, slots=True)

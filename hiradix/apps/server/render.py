@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hiradix.apps.engine.api import TokenLogprob, Usage
+from hiradix.apps.engine.api import Output, TokenLogprob, Usage
 from hiradix.apps.server.api_request import Piece, WholeAnswer
 from hiradix.apps.server.errors import ApiError
 
@@ -52,10 +52,10 @@ class Envelope:
     with_usage: bool = False
     with_usage_in_each: bool = False
 
-    @property
-    def is_verbose(self) -> bool:
-        """Whether tokens without text are shown."""
-        return self.with_logprobs or self.with_token_ids
+    def is_shown(self, output: Output) -> bool:
+        """Whether an output without a text is shown."""
+        has_scores = self.with_prompt_logprobs and bool(output.prompt_logprobs)
+        return self.with_logprobs or self.with_token_ids or has_scores
 
     def wrap(self, kind: str, choices: list[Json], usage: Json | None) -> Json:
         """A response or chunk of object type `kind`."""

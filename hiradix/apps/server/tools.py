@@ -11,7 +11,7 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hiradix.apps.engine.api import is_text
@@ -67,7 +67,7 @@ class ToolFormat:
     @property
     def forced(self) -> ToolFormat:
         """The form that a grammar writes a call in: this one where it is JSON, else plain JSON."""
-        return self if self.parse is None else PLAIN
+        return self if self.parse is None else replace(PLAIN, id_chars=self.id_chars)
 
 
 # -- what is between the marks -------------------------------------------------------------

@@ -211,6 +211,7 @@ class MessagesBody(CountBody):
         )
         parallel = not asked.disable_parallel_tool_use
         use, forced = tool_use(answering, self.plain_tools, choice, parallel)
+        use, form = answer_form(answering, use, forced, None, None)
         try:
             params = SamplingParams(
                 max_new_tokens=self.max_tokens,
@@ -229,7 +230,7 @@ class MessagesBody(CountBody):
             limit=self.max_tokens,
             scope=Scope(*self.namespace(owner), self.priority, None, self.session_id or session),
             tools=use,
-            form=answer_form(answering, use, forced, None, None),
+            form=form,
             is_streamed=bool(self.stream),
         )
 

@@ -133,7 +133,8 @@ class CompletionRenderer(Renderer):
         """New text, or what was asked for beside it."""
         output, text = piece.output, "".join(getattr(delta, "text", "") for delta in piece.deltas)
         is_first = piece.index not in self._shown
-        if not (text or piece.finish_reason or self._envelope.is_verbose or (is_first and self._echo)):
+        is_shown = text or piece.finish_reason or self._envelope.is_shown(output)
+        if not (is_shown or (is_first and self._echo)):
             return []
         choice = self._choice(
             piece.index, text, output.logprobs, output.token_ids, piece.finish_reason, output.prompt_logprobs

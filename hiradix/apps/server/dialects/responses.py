@@ -163,7 +163,7 @@ class ResponsesBody(AddressedBody):
         if isinstance(choice, FlatChoice):
             choice = NamedTool(type="function", function=NamedFunction(name=choice.name))
         use, forced = tool_use(answering, tools, choice, self.parallel_tool_calls)
-        form, schema = self._form()
+        use, form = answer_form(answering, use, forced, *self._form())
         limit = self.max_output_tokens
         try:
             params = SamplingParams(
@@ -181,7 +181,7 @@ class ResponsesBody(AddressedBody):
             limit=limit,
             scope=Scope(*self.namespace(owner), self.priority, None, self.session_id or session),
             tools=use,
-            form=answer_form(answering, use, forced, form, schema),
+            form=form,
             is_streamed=bool(self.stream),
         )
 
