@@ -1,4 +1,4 @@
-"""Files of settings: JSON, TOML or YAML to plain values, and the line on which each key begins.
+"""Files of settings: JSON, TOML or YAML to plain values, and the line on which each key begins; and of keys.
 
 Only loaders that make plain values are used. No error repeats what a file says but its keys: it may hold a
 password.
@@ -14,7 +14,7 @@ import select
 import stat
 import time
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,12 @@ MAX_VALUES = 100_000  # in a file, one that stands at several places counted at 
 MAX_DEPTH = 64
 FILE_TIMEOUT_S = 10.0  # until such a file, which may be a pipe, has been written
 FORMATS = (".json", ".toml", ".yaml", ".yml")
+_JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]:\n]')
+_TOML_KEY = re.compile(
+    r"""^[^\S\n]*(?:(\[+)[^\S\n]*)?(?:"([^"\n]*)"|'([^'\n]*)'|([\w-]+))[^\S\n]*(?(1)[\].]|[=.])""",
+    re.MULTILINE,
+)
+"""What looks like a key or a table's heading, at the beginning of a line."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,26 @@ def read_small_file(path: str | Path) -> tuple[bytes, int]:
     raise OSError(errno.EFBIG, f"has more than {MAX_FILE_BYTES} bytes")
 
 
+def checked_key(where: str, value: str) -> str:
+    """`value` where it can be a bearer key; ConfigError that does not show it."""
+    if not value or value != value.strip() or not value.isascii() or not value.isprintable():
+        raise ConfigError(f"{where}: a key must be non-empty printable ASCII text without spaces around it")
+    return value
+
+
+def read_secret_file(flag: str, path: str) -> tuple[str, tuple[str, ...]]:
+    """A file's text, and a note where others than its owner may read it. Raises ConfigError naming the
+    flag."""
+    try:
+        data, mode = read_small_file(path)
+        text = data.decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else "not a text file"
+        raise ConfigError(f"{flag} {path}: {reason}") from error
+    others = mode & 0o077
+    return text, ((f"{flag} {path}: others may read or write it (mode {mode:o})",) if others else ())
+
+
 def read_config_file(path: str | Path) -> ConfigFile:
     """A .json, .toml, .yaml or .yml file with an object. Raises ConfigError that names the file."""
     suffix = Path(path).suffix.lower()
@@ -86,12 +112,20 @@ def read_config_file(path: str | Path) -> ConfigFile:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     try:
-        values = _as_object(_parsed(suffix, text))
+        if suffix == ".json":
+            values = _as_object(_load_json(text))
+            lines = _json_lines(text)
+        elif suffix == ".toml":
+            values = tomllib.loads(text)
+            lines = _toml_lines(text, values)
+        else:
+            value, lines = _load_yaml(text)
+            values = _as_object(value)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     except (ValueError, RecursionError) as error:  # of JSON and TOML their own, and numbers of endless digits
         raise ConfigError(f"{path} is not valid: {error}") from error
-    return ConfigFile(str(path), values, _lines(suffix, text, values), mode)
+    return ConfigFile(str(path), values, lines, mode)
 
 
 def load_mapping(flag: str, text: str | None) -> dict[str, Any]:
@@ -102,18 +136,16 @@ def load_mapping(flag: str, text: str | None) -> dict[str, Any]:
     try:
         if text.startswith("@"):
             return dict(read_config_file(Path(text[1:]).expanduser()).values)
-        return _as_object(_parsed(".json", text))
+        return _as_object(_load_json(text))
     except ConfigError as error:
         raise ConfigError(f"{flag}: {error}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{flag}: the text ({len(text)} characters) is not valid: {error}") from error
 
 
-def _parsed(suffix: str, text: str) -> Any:
+def _load_json(text: str) -> Any:
     """Raises ConfigError, ValueError or RecursionError."""
-    if suffix == ".json":
-        return json.loads(text, object_pairs_hook=_without_twins)
-    return tomllib.loads(text) if suffix == ".toml" else _load_yaml(text)
+    return json.loads(text, object_pairs_hook=_without_twins)
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -129,7 +161,8 @@ def _check_twins(names: Iterable[str]) -> None:
         seen.add(name)
 
 
-def _load_yaml(text: str) -> Any:
+def _load_yaml(text: str) -> tuple[Any, dict[str, int]]:
+    """What it says, and the line on which each of its outermost keys begins."""
     try:
         import yaml
     except ImportError as error:
@@ -137,8 +170,14 @@ def _load_yaml(text: str) -> Any:
             "YAML needs the package pyyaml (pip install pyyaml), or use .json or .toml"
         ) from error
     try:
-        _check_yaml_keys(yaml.compose(text, Loader=yaml.SafeLoader))
-        return yaml.safe_load(text)
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None, {}
+        _check_yaml_keys(node)
+        keys = [key for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
+        lines = {key.value: key.start_mark.line + 1 for key in keys if isinstance(key.value, str)}
+        return loader.construct_document(node), lines
     except yaml.MarkedYAMLError as error:  # as text it shows the line
         at = error.problem_mark
         where = "" if at is None else f" (line {at.line + 1}, column {at.column + 1})"
@@ -181,26 +220,30 @@ def _as_object(value: Any) -> dict[str, Any]:
     return value
 
 
-def _lines(suffix: str, text: str, values: Mapping[str, Any]) -> dict[str, int]:
-    """The first line that begins with each key, as far as it is told by looking."""
-    if suffix in (".yaml", ".yml"):
-        return dict(_yaml_lines(text))
-    begin = r"^\s*\[*\s*" if suffix == ".toml" else r"^[\s{,]*"
-    found = {}
-    for key in values:
-        name = re.escape(key)
-        spelt = rf'(?:"{name}"|\'{name}\'|{name})' if suffix == ".toml" else rf'"{name}"'
-        match = re.search(rf"{begin}{spelt}\s*[\].=:]", text, re.MULTILINE)
-        if match is None and suffix == ".json":
-            match = re.search(rf"{spelt}\s*:", text)
-        if match is not None:
-            found[key] = text.count("\n", 0, match.end()) + 1
+def _json_lines(text: str) -> dict[str, int]:
+    """The line on which each of the outermost keys of a JSON object begins."""
+    found: dict[str, int] = {}
+    depth, line, name, begun = 0, 1, "", 1
+    for match in _JSON_TOKEN.finditer(text):
+        token = match[0]
+        if token == "\n":
+            line += 1
+        elif token in "{[":
+            depth += 1
+        elif token in "}]":
+            depth -= 1
+        elif token != ":":
+            name, begun = token, line
+        elif depth == 1:
+            found[json.loads(name)] = begun
     return found
 
 
-def _yaml_lines(text: str) -> Iterator[tuple[str, int]]:
-    import yaml
-
-    node = yaml.compose(text, Loader=yaml.SafeLoader)
-    for key, _ in () if node is None else node.value:
-        yield key.value, key.start_mark.line + 1
+def _toml_lines(text: str, values: Mapping[str, Any]) -> dict[str, int]:
+    """The first line that begins with each key, as far as it is told by looking."""
+    found: dict[str, int] = {}
+    line, at = 1, 0
+    for match in _TOML_KEY.finditer(text):
+        line, at = line + text.count("\n", at, match.end()), match.end()
+        found.setdefault(match[match.lastindex or 0], line)
+    return {key: line for key, line in found.items() if key in values}

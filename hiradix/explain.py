@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final, TypeVar
+from typing import Final
 
 from hiradix.errors import ConfigError, Misuse
-
-KeyT = TypeVar("KeyT")
 
 PATH: Final = "/explain"  # of explanations over HTTP
 MOST_KEPT: Final = 1024
@@ -123,12 +121,18 @@ class Explanation:
         return self.spans[-1].end if self.spans else 0
 
     def tokens_by_source(self) -> Counter[str]:
-        return Counter({s.value: n for s, n in _summed((s.source, s.num_tokens) for s in self.spans).items()})
+        found: Counter[str] = Counter()
+        for span in self.spans:
+            found[span.source.value] += span.num_tokens
+        return found
 
     def tokens_by_reason(self) -> Counter[str]:
         """Of what was computed."""
-        reasons = ((s.reason, s.num_tokens) for s in self.spans if s.reason is not None)
-        return Counter({reason.value: count for reason, count in _summed(reasons).items()})
+        found: Counter[str] = Counter()
+        for span in self.spans:
+            if span.reason is not None:
+                found[span.reason.value] += span.num_tokens
+        return found
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -138,13 +142,6 @@ class Explanation:
             "by_reason": dict(self.tokens_by_reason()),
             "spans": [span.as_json() for span in self.spans],
         }
-
-
-def _summed(counts: Iterable[tuple[KeyT, int]]) -> dict[KeyT, int]:
-    found: dict[KeyT, int] = {}
-    for key, count in counts:
-        found[key] = found.get(key, 0) + count
-    return found
 
 
 def public_counts(by_reason: Mapping[str, int]) -> Counter[str]:

@@ -42,6 +42,8 @@ _KUBERNETES = re.compile(
     rf"{PREFIX}(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
 )
 _OF_TESTS = f"{PREFIX}TEST_"
+_MAX_SUGGESTED = 50  # problems with a name that may be meant: to look for one takes a millisecond
+_MAX_COMPARED = 1000  # a guest's unknown names; those behind them are noted without a look
 _NEARLY = 0.85  # alike, of a name that is a slip of another; what settings have in common is less
 _KUBERNETES_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
 
@@ -153,10 +155,13 @@ class _Findings:
         """A name that is none of `names`."""
         said = f"{place} {text}" if place == name else f"{place}: {text}"
         if not self.is_guest:
-            self.problems.append(said + nearest(name, names))
+            near = nearest(name, names) if len(self.problems) < _MAX_SUGGESTED else ""
+            self.problems.append(said + near)
             return
         bare = {one.removeprefix(PREFIX).lower(): one for one in names}
-        near = nearest_name(name.removeprefix(PREFIX).lower(), bare, _NEARLY)
+        near = None
+        if len(self.problems) + len(self.notes) < _MAX_COMPARED:
+            near = nearest_name(name.removeprefix(PREFIX).lower(), bare, _NEARLY)
         if near is None:
             self.notes.append(f"{said} that is read here")
         else:

@@ -7,13 +7,15 @@
 
 The same paths are there in `hiradix serve`, in vLLM and in SGLang where the connector listens. The key is read
 from the variable HIRADIX_ADMIN_API_KEY or from a file, never from an argument. With --wait a command returns
-when what it asked for has ended, and then its exit status says whether that was well: 0, or 1.
+when what it asked for has ended, and its exit status says whether that was well and in time: 0, or 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
+import math
 import os
 import sys
 import time
@@ -22,13 +24,18 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import quote
 
+from hiradix.config_files import checked_key, read_secret_file
 from hiradix.errors import ConfigError
 
 KEY: Final = "HIRADIX_ADMIN_API_KEY"
 URL: Final = "http://127.0.0.1:30000"
 TIMEOUT_S: Final = 60.0
 POLL_S: Final = 0.2
+UNDER_WAY: Final = ("accepted", "running")
+WELL: Final = ("done", "held")
+BADLY: Final = ("refused", "expired", "failed")
 VERBS: Final = {
     "locate": "how much of it is there, in which tier",
     "hold": "keep it in a tier, for a time",
@@ -62,7 +69,7 @@ class AdminClient:
                 return _read(answer.read())
         except urllib.error.HTTPError as error:
             raise Refused(f"{error.code}: {_message(_read(error.read()))}") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             raise Refused(f"{self._url} does not answer: {error}") from None
 
 
@@ -113,7 +120,9 @@ def selector_of(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("hiradix ctl", description=__doc__, formatter_class=_Formatter)
+    parser = argparse.ArgumentParser(
+        "hiradix ctl", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--url", default=URL, help=f"the server ({URL})")
     parser.add_argument("--key-file", help=f"a file with the admin key; otherwise the variable {KEY}")
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
@@ -133,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
             "--tier", action="append", choices=("device", "host", "storage"), help="may be repeated"
         )
         one.add_argument(
-            "--wait", type=float, metavar="SECONDS", help="return when it has ended, at most so late"
+            "--wait", type=_seconds, metavar="SECONDS", help="return when it has ended, at most so late"
         )
         one.add_argument("--max-bytes", type=int, help="no more than so many bytes")
         if verb == "hold":
@@ -159,8 +168,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    pass
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: must be a number of seconds, at least 0")
+    return value
 
 
 def _wish(server: AdminClient, given: argparse.Namespace) -> Any:
@@ -176,8 +188,10 @@ def _wish(server: AdminClient, given: argparse.Namespace) -> Any:
     if given.command == "bring":
         body |= {"target": given.target, "is_move": given.move}
     receipt = server.ask("POST", f"/hicache/prefix/{given.command}", body)
+    if not isinstance(receipt, dict) or "state" not in receipt:
+        raise Refused(f"the answer is no receipt, but {receipt!r:.80}: is --url a cache's?")
     until = time.monotonic() + (given.wait or 0.0)
-    while given.wait and receipt["state"] in ("accepted", "running") and time.monotonic() < until:
+    while given.wait and receipt["state"] in UNDER_WAY and time.monotonic() < until:
         time.sleep(POLL_S)
         receipt = server.ask("GET", f"/hicache/intents/{receipt['id']}")
     return receipt
@@ -192,7 +206,9 @@ def _answer(server: AdminClient, given: argparse.Namespace) -> Any:
         case "tenants":
             return server.ask("GET", "/hicache/tenants")
         case "explain":
-            return server.ask("GET", f"/explain/{given.id}" if given.id else f"/explain?last={given.last}")
+            return server.ask(
+                "GET", f"/explain/{quote(given.id, safe='')}" if given.id else f"/explain?last={given.last}"
+            )
         case "flush":
             return server.ask("POST", "/flush_cache")
         case "health":
@@ -227,16 +243,16 @@ def _span(span: dict[str, Any]) -> str:
 
 
 def _key(given: argparse.Namespace) -> str | None:
-    if given.key_file is None:
-        return os.environ.get(KEY)
-    try:
-        return Path(given.key_file).read_text().strip()
-    except OSError as error:
-        raise ConfigError(f"--key-file {given.key_file}: {error.strerror}") from error
+    if given.key_file is not None:
+        text, _ = read_secret_file("--key-file", given.key_file)
+        return checked_key(f"--key-file {given.key_file}", text.strip())
+    text = os.environ.get(KEY, "").rstrip("\r\n")
+    return checked_key(KEY, text) if text else None
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command; 0, 1 where the server refuses or a wish ends badly, 2 for wrong arguments."""
+    """Run one command: 0, or 1 where the server refuses or a wish ends badly, or with --wait not in time, or 2
+    for wrong arguments."""
     given = _parser().parse_args(arguments)
     try:
         answer = _answer(AdminClient(given.url, _key(given)), given)
@@ -248,4 +264,6 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     print(json.dumps(answer, indent=2) if given.json else _shown(answer))
     state = answer.get("state", "") if isinstance(answer, dict) else ""
-    return int(state in ("refused", "expired", "failed"))
+    if getattr(given, "wait", None) is not None:
+        return int(state not in WELL)
+    return int(state in BADLY)

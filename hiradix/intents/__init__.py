@@ -1,8 +1,10 @@
 """Intents: what somebody wishes of the cache (locate, hold, forget, bring), and what becomes of it."""
 
 from hiradix.intents.records import (
+    BRING_WAIT_S,
     OPERATOR,
     TIER_NAMES,
+    WISH_WAIT_S,
     Amount,
     BadIntent,
     Found,
@@ -17,8 +19,10 @@ from hiradix.intents.records import (
 )
 
 __all__ = [
+    "BRING_WAIT_S",
     "OPERATOR",
     "TIER_NAMES",
+    "WISH_WAIT_S",
     "Amount",
     "BadIntent",
     "Found",

@@ -56,6 +56,8 @@ _TIERS: Final = {
 }
 MAX_OF_REQUEST: Final = 8  # wishes in a field of one request
 
+IntentBody = bytes | str | Mapping[str, Any]
+"""A body of JSON, or the object that was read from one."""
 Encode = Callable[[str, Any], list[int]]
 """The tokens of `text` or `messages`, by a listener that has a tokenizer. ValueError: it is none."""
 MakeKey = Callable[[list[int], "str | None", "str | None"], RadixKey]
@@ -92,7 +94,7 @@ class IntentApi:
         """Whether `path`, without its query, is one of these."""
         return path in (INTENTS, TENANTS) or path.startswith((INTENTS + "/", PREFIX))
 
-    def answer(self, method: str, path: str, body: bytes = b"", asked_by: str = OPERATOR) -> IntentReply:
+    def answer(self, method: str, path: str, body: IntentBody = b"", asked_by: str = OPERATOR) -> IntentReply:
         """Never raises for what was asked: a bad field is 400, an unknown id or path 404, a wish that is refused
         409 with its receipt, and 503 says that the scheduler had no turn in time."""
         try:
@@ -104,7 +106,7 @@ class IntentApi:
         except TimeoutError as error:
             return IntentReply(503, {"message": str(error)})
 
-    def _answer(self, method: str, path: str, body: bytes, asked_by: str) -> IntentReply:
+    def _answer(self, method: str, path: str, body: IntentBody, asked_by: str) -> IntentReply:
         one = _ONE.fullmatch(path)
         if one is not None:
             return self._one(method, int(one[1]), asked_by)
@@ -155,7 +157,7 @@ def answer_of(receipt: Receipt) -> IntentReply:
 
 
 def intent_of(
-    body: bytes | str | Mapping[str, Any],
+    body: IntentBody,
     asked_by: str,
     verb: str | None = None,
     make_key: MakeKey = plain_key,
@@ -232,7 +234,7 @@ def _key(make_key: MakeKey, tokens: list[int], extra_key: Any, cache_salt: Any) 
         raise BadIntent("selector", str(error)) from error
 
 
-def _object(body: bytes | str | Mapping[str, Any]) -> Mapping[str, Any]:
+def _object(body: IntentBody) -> Mapping[str, Any]:
     if isinstance(body, Mapping):
         return body
     try:

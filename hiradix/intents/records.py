@@ -23,8 +23,10 @@ TIER_NAMES: Final = ("device", "host", "storage")
 OPERATOR: Final = ""
 """Who asks where nobody's name is given: whoever runs the server, to whom every tenant's wishes give way."""
 MAX_NAME_CHARS: Final = 256
-WISH_WAIT_S: Final = 30.0  # longest time to reach what is wished, where nothing else is said
-BRING_WAIT_S: Final = 600.0  # the same of bring
+WISH_WAIT_S: Final = 30.0
+"""Longest time to reach what is wished, where nothing else is said."""
+BRING_WAIT_S: Final = 600.0
+"""The same of `bring`, of which more may be wished."""
 
 
 class BadIntent(CacheError, ValueError):

@@ -19,8 +19,17 @@ from hiradix.cache import HierarchicalCache, HostTier
 from hiradix.cache.misses import Hit, Withheld
 from hiradix.errors import Misuse, NoTier
 from hiradix.explain import Explanation, Reason
-from hiradix.intents import OPERATOR, TIER_NAMES, Intent, Receipt, Selector, TenantUse, Verb
-from hiradix.intents.records import BRING_WAIT_S, WISH_WAIT_S
+from hiradix.intents import (
+    BRING_WAIT_S,
+    OPERATOR,
+    TIER_NAMES,
+    WISH_WAIT_S,
+    Intent,
+    Receipt,
+    Selector,
+    TenantUse,
+    Verb,
+)
 from hiradix.policy.eviction import make_order
 from hiradix.policy.no_regret import NoRegret
 from hiradix.policy.uses import Finished, known_hint

@@ -94,6 +94,10 @@ def test_inside_sglang_they_say_what_it_has_no_flag_for(file: str) -> None:
     assert any("hicache_size is for SGLang's own flag" in note for note in found.notes)
 
 
+def test_a_variable_that_sglang_reads_is_not_called_unread() -> None:
+    assert sglang_settings.own_settings({"HIRADIX_ADMIN_PORT": "1"}).notes == ()
+
+
 @pytest.mark.parametrize(("flag", "inside", "expected"), [
     (True, None, True), (False, None, False), (True, "off", False), (False, "on", True),
 ])  # fmt: skip

@@ -115,6 +115,17 @@ def test_the_unit_says_settings_there_are(tmp_path: Path) -> None:
     assert float(values["TimeoutStopSec"]) > stop_s and values["RestartPreventExitStatus"] == "2"
 
 
+def test_a_file_of_settings_says_all_of_the_units(tmp_path: Path) -> None:
+    """A variable of the unit's would overrule /etc/hiradix/serve.toml."""
+    unit = text("hiradix.service")
+    assert "HIRADIX_" not in unit
+    assert settings_problems({}, [], tmp_path, text("service.toml")) == ()
+    found = resolve_serve(["--config", str(tmp_path / "serve.toml")], {})
+    assert found["file_storage_path"] == "/var/cache/hiradix" and "\nCacheDirectory=hiradix\n" in unit
+    key = found["admin_api_key_file"].removeprefix("/run/credentials/hiradix.service/")
+    assert f"\nLoadCredential={key}:" in unit
+
+
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     unit = tmp_path / "hiradix.service"
     unit.write_text(text("hiradix.service").replace("/srv/hiradix/bin/hiradix", sys.executable))

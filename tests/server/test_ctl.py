@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
+from hiradix.apps import ctl as ctl_command
+from hiradix.apps.ctl import AdminClient
 from hiradix.apps.demo.process import ServerProcess
 from hiradix.cli import main
 from tests.e2e.tiny_model import write_tiny_model
@@ -138,6 +142,7 @@ def test_text_and_sessions_select_what_their_requests_have(server: ServerProcess
         (("release", "999999"), 1, "id"),
         (("status", "999999"), 1, "id"),
         (("explain", "nobody"), 1, "id"),
+        (("explain", "no body"), 1, "id"),
     ],
 )
 def test_what_is_wrong_is_named(ctl: Ctl, arguments: tuple[str, ...], status: int, said: str) -> None:
@@ -152,6 +157,21 @@ def test_without_the_key_nothing_is_told(server: ServerProcess, monkeypatch: pyt
             assert httpx.get(server.url + path, headers=headers).status_code == 401, path
     reply = httpx.post(f"{server.url}/hicache/prefix/forget", json={"selector": {"everything": True}})
     assert reply.status_code == 401
+
+
+@pytest.mark.parametrize("as_file", [True, False])
+def test_what_is_no_key_is_not_sent_and_not_shown(
+    as_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "key").write_text("k1secret\nk2secret\n")
+    monkeypatch.setenv("HIRADIX_ADMIN_API_KEY", "k1secret\nk2secret")
+    more = ["--key-file", str(tmp_path / "key")] if as_file else []
+    assert main(["ctl", *more, "status"]) == 2
+    err = capsys.readouterr().err
+    assert "a key must be non-empty printable ASCII text" in err and "secret" not in err
+    (tmp_path / "key").write_bytes(b"\xff\xfe")
+    assert main(["ctl", "--key-file", str(tmp_path / "key"), "status"]) == 2
+    assert "not a text file" in capsys.readouterr().err
 
 
 def test_metrics_say_why_tokens_were_computed(server: ServerProcess) -> None:
@@ -170,3 +190,45 @@ def test_metrics_say_why_tokens_were_computed(server: ServerProcess) -> None:
         if line.startswith("sglang:cached_tokens_total{") and 'cache_source="total"' in line
     )
     assert lines and by_reason == prompt - total
+
+
+@pytest.mark.parametrize(
+    ("states", "status"),
+    [
+        (["done"], 0),
+        (["accepted", "running", "held"], 0),
+        (["running", "expired"], 1),
+        (["running", "cancelled"], 1),
+        (["running"], 1),
+    ],
+)
+def test_the_status_of_a_wait_says_how_it_ended(
+    states: list[str], status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last state is answered from then on; the clock is over where none is left."""
+    left = list(states)
+
+    def ask(server: AdminClient, method: str, path: str, body: object = None) -> dict[str, Any]:
+        return {"id": 7, "state": left.pop(0) if len(left) > 1 else left[0]}
+
+    times = iter(range(100))
+    monkeypatch.setattr(AdminClient, "ask", ask)
+    monkeypatch.setattr(ctl_command, "time", SimpleNamespace(monotonic=lambda: next(times), sleep=bool))
+    hold = ("hold", "--tokens", "1,2", "--ttl", "60")
+    assert main(["ctl", "--json", *hold, "--wait", "9"]) == status
+    assert json.loads(capsys.readouterr().out)["state"] == states[-1]
+    left[:] = ["running"]
+    assert main(["ctl", "--json", *hold]) == 0, "without --wait it is under way"
+
+
+def test_what_is_no_time_and_what_is_no_receipt_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hold = ("ctl", "hold", "--tokens", "1", "--ttl", "60")
+    for wrong in ("-1", "inf", "nan", "soon"):
+        with pytest.raises(SystemExit):
+            main([*hold, f"--wait={wrong}"])
+        assert "argument --wait" in capsys.readouterr().err
+    monkeypatch.setattr(AdminClient, "ask", lambda *_: "<html>")
+    assert main(hold) == 1
+    assert "no receipt, but '<html>'" in capsys.readouterr().err

@@ -10,6 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from hiradix.apps.engine.api import EngineBusy, Output
+from hiradix.apps.server.dialects import tokens
 from tests.server.scripted import MODEL, ScriptedService, application, piece
 
 USER = [{"role": "user", "content": "hi"}]
@@ -282,7 +283,7 @@ def test_what_a_response_may_not_have_is_named(more: dict[str, Any], field: str)
     assert error["param"] == field and error["message"].startswith(field) and not service.requests
 
 
-def test_tokens_and_back() -> None:
+def test_tokens_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
     _, reply = ask("/tokenize", {"prompt": "ab", "return_token_strs": True})
     assert reply.json() == {"count": 2, "max_model_len": 100, "tokens": [97, 98], "token_strs": ["a", "b"]}
     _, reply = ask("/tokenize", {"messages": USER})
@@ -296,5 +297,11 @@ def test_tokens_and_back() -> None:
     ):
         _, reply = ask("/tokenize", body)
         assert reply.status_code == 400 and reply.json()["error"]["param"] == field
+    monkeypatch.setattr(tokens, "MAX_TOKEN_IDS", 3)
+    monkeypatch.setattr(tokens, "MANY_TOKENS", 2)
+    _, reply = ask("/tokenize", {"prompt": "abcd"})
+    assert reply.status_code == 400 and reply.json()["error"]["message"] == "prompt: has more than 3 tokens"
+    _, reply = ask("/tokenize", {"prompt": "abc", "return_token_strs": True})
+    assert reply.json()["token_strs"] == ["a", "b", "c"], "beside the event loop"
     _, reply = ask("/detokenize", {"tokens": [-1]})
     assert reply.status_code == 400 and reply.json()["error"]["param"].startswith("tokens")

@@ -33,6 +33,28 @@ def test_tools_of_a_model_whose_mark_is_a_special_token(template: str) -> None:
     assert not service.requests[0].params.skip_special_tokens
 
 
+@pytest.mark.parametrize(
+    "template", ["tools <tool_call><function=", "tools <tool_call>", "tools", "tools [TOOL_CALLS] [ARGS]"]
+)
+@pytest.mark.parametrize("is_call", [True, False])
+def test_a_form_beside_tools_is_read_as_its_grammar_writes(template: str, is_call: bool) -> None:
+    """A family whose calls are no JSON writes them so under a grammar."""
+    text = '{"name": "get", "arguments": {"x": 1}}' if is_call else '{"age": 7}'
+    if is_call and template == "tools <tool_call>":
+        text = f"<tool_call>\n{text}\n</tool_call>"
+    script = (*map(piece, text), piece("", "stop"))
+    body = {"messages": USER, "tools": [TOOL], "response_format": {"type": "json_object"}}
+    service, reply = ask("/v1/chat/completions", body, script, template)
+    [choice] = reply.json()["choices"]
+    if not is_call:
+        assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
+        return
+    [call] = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "get", "arguments": '{"x": 1}'}, choice
+    assert choice["finish_reason"] == "tool_calls" and (len(call["id"]) == 9) == ("[ARGS]" in template)
+    assert any(marker in text for marker in service.requests[0].params.tool_markers)
+
+
 def test_the_highest_seed_has_answers_of_its_own() -> None:
     service, reply = ask("/v1/completions", {"prompt": "a", "n": 3, "seed": 2**63 - 1})
     assert reply.status_code == 200, reply.text

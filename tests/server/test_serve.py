@@ -315,6 +315,7 @@ def test_field_names_of_the_engine_become_flags() -> None:
         assert start_up_line(error).startswith("--max-queued-requests 0: must be at least 1")
     assert start_up_line(CacheError("a\nb")) == "a b"
     assert start_up_line(CacheError("model path 'x': no")) == "--model-path 'x': no"
+    assert start_up_line(CacheError("check=3: no")) == "--check-invariants 3: no"
     assert start_up_line(CacheError("other=1: no")) == "other=1: no"
 
 

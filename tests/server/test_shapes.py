@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -188,6 +189,20 @@ def test_echo_shows_the_prompt_and_its_logprobs() -> None:
     [choice] = http.post("/v1/completions", json={"prompt": "ab", "prompt_logprobs": 1}).json()["choices"]
     assert choice["prompt_logprobs"][0] is None and choice["prompt_logprobs"][1]["98"]["decoded_token"] == "b"
     assert choice["text"] == "c"
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+def test_a_stream_has_the_prompts_logprobs_where_its_first_token_shows_no_text(path: str) -> None:
+    part = replace(piece("a"), text="", prompt_logprobs=piece("b").logprobs)
+    service = ScriptedService([part, piece("c", "stop")])
+    body = {"prompt": "ab"} if path == TEXT else {"messages": USER}
+    reply = TestClient(application(service)).post(
+        f"/v1/{path}", json={**body, "prompt_logprobs": 1, "stream": True}
+    )
+    chunks = [json.loads(line[6:]) for line in reply.text.split("\n\n") if line and "[DONE]" not in line]
+    shown = [one["choices"][0] if path == TEXT else one for one in chunks]
+    found = [one["prompt_logprobs"] for one in shown if "prompt_logprobs" in one]
+    assert len(found) == 1 and found[0][0] is None and found[0][1]["98"]["decoded_token"] == "b"
 
 
 def test_tool_messages_reach_the_template_and_usage_comes_with_each_chunk() -> None:

@@ -14,11 +14,13 @@ import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from hiradix import sources
 from hiradix.adapters.sglang import settings as sglang_settings
 from hiradix.adapters.vllm import settings as vllm_settings
 from hiradix.apps.lmcache.toml_text import toml
 from hiradix.apps.server.flag_table import TABLE
 from hiradix.apps.server.flags import parse_serve_args, resolve_serve
+from hiradix.config_files import read_config_file
 from hiradix.errors import ConfigError
 from hiradix.settings import MAX_COUNT, NUMBERS, OBJECTS, PREFIX, Setting, Type
 from hiradix.sources import CONFIG, OTHER_VARIABLES, SettingSource, resolve
@@ -334,6 +336,42 @@ def test_a_yaml_file_that_grows_without_end_is_refused(folder: Path) -> None:
     (folder / "bomb.yaml").write_text("\n".join(lines))
     (problem,) = resolve_serve(["--config", str(folder / "bomb.yaml")], {}).problems
     assert "more than 100000 values" in problem
+
+
+def test_of_many_unknown_names_the_first_ones_are_told_what_they_may_mean(folder: Path) -> None:
+    path = folder / "many.json"
+    path.write_text(json.dumps({f"hicache_size{number}": 1 for number in range(99)}, indent=1))
+    problems = resolve_serve(["--config", str(path)], {}).problems
+    assert [problem.endswith("; did you mean hicache_size?") for problem in problems] == [True] * 50 + [
+        False
+    ] * 49
+    assert problems[98] == f"{path}:100: 'hicache_size98' is no setting"
+
+
+def test_a_guest_compares_so_many_names_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "_MAX_COMPARED", 4)
+    wrong = {f"HIRADIX_A{number}": "x" for number in range(3)} | {"HIRADIX_ATTACH_ALOW": "x"}
+    found = resolve(sglang_settings.OWN, {}, wrong, is_guest=True)
+    assert len(found.notes) == 3 and "did you mean HIRADIX_ATTACH_ALLOW?" in found.problems[0]
+    found = resolve(sglang_settings.OWN, {}, wrong | {"HIRADIX_A3": "x"}, is_guest=True)
+    assert len(found.notes) == 5 and not found.problems
+
+
+@pytest.mark.parametrize(("suffix", "text"), [
+    (".json", '\n{"a": {"c": "b"},\n\n "b": [\n"\\\\", "c"],\n"\\u0063"\n: 1}'),
+    (".toml", '\na = {c = "b"}\n\n"b" = [\n"c"]\n\'c\'  = 1\n[d.e]\n[[f]]\n'),
+    (".yaml", '\na: {c: b}\n\n"b": [\nc]\n? c\n: 1\n'),
+])  # fmt: skip
+def test_a_key_has_the_line_on_which_it_begins(suffix: str, text: str, folder: Path) -> None:
+    path = folder / f"lines{suffix}"
+    path.write_text(text)
+    lines = read_config_file(path).lines
+    expected = {
+        ".json": {"a": 2, "b": 4, "c": 6},
+        ".toml": {"a": 2, "b": 4, "c": 6, "d": 7, "f": 8},
+        ".yaml": {"a": 2, "b": 4, "c": 6},
+    }
+    assert lines == expected[suffix]
 
 
 def test_secrets_come_from_a_file_or_a_variable_and_are_shown_nowhere(folder: Path) -> None:

@@ -16,6 +16,7 @@ ATTACH_ALLOW = Setting(
 )
 OWN = (*(setting_of(HiCacheConfig, name) for name in _NOT_SGLANGS), ATTACHABLE, ATTACH_ALLOW)
 _ITS_FLAGS = {one.name for one in settings_of(HiCacheConfig)} - set(_NOT_SGLANGS)
+ADMIN_PORT = "admin_port"  # in the file it is vLLM's; the variable is read by `hiradix.adapters.admin`
 _IN_EXTRA = {one.name for one in settings_of(ExtraConfig)}
 
 
@@ -32,6 +33,7 @@ def place_of(one: Setting) -> str:
 
 def own_settings(environment: Mapping[str, str]) -> Resolved:
     """Ours beside SGLang's flags. Raises ConfigError that names a variable or a line of the file."""
-    found = resolve(OWN, {}, environment, dict.fromkeys(_ITS_FLAGS, "SGLang's own flag"), is_guest=True)
+    elsewhere = dict.fromkeys(_ITS_FLAGS, "SGLang's own flag") | {ADMIN_PORT: "vLLM"}
+    found = resolve(OWN, {}, environment, elsewhere, is_guest=True)
     found.check()
     return found

@@ -47,7 +47,7 @@ def _require(ok: bool, name: str, value: object, want: str) -> None:
         raise RequestError(f"{name}={value!r}: must be {want}")
 
 
-def _is_text(value: object) -> bool:
+def is_text(value: object) -> bool:
     """Whether UTF-8 has it: JSON can carry half a surrogate pair."""
     if not isinstance(value, str):
         return False
@@ -138,13 +138,13 @@ class Scope:
     def __post_init__(self) -> None:
         for name in ("extra_key", "cache_salt"):
             value = getattr(self, name)
-            _require(value is None or _is_text(value), name, value, "a text without half characters")
+            _require(value is None or is_text(value), name, value, "a text without half characters")
         is_adapter = self.extra_key is not None and self.extra_key.startswith(ADAPTER)
         _require(not is_adapter, "extra_key", self.extra_key, "none of an adapter's")
         is_number = isinstance(self.priority, SupportsIndex) and -(2**31) <= index(self.priority) < 2**31
         _require(is_number, "priority", self.priority, "a 32-bit integer")
         _require(self.hint in (None, *HINTS), "hint", self.hint, f"one of {', '.join(HINTS)}")
-        _require(_is_text(self.session), "session", self.session, "a text without half characters")
+        _require(is_text(self.session), "session", self.session, "a text without half characters")
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ from hiradix.apps.engine.turns import Turns
 from hiradix.config import HiCacheConfig
 from hiradix.errors import Misuse
 from hiradix.events import KVEventsConfig, open_publisher
-from hiradix.intents.http import IntentApi, IntentReply
+from hiradix.intents.http import IntentApi, IntentBody, IntentReply
 from hiradix.memory import DevicePool
 from hiradix.policy.admission import make_admission
 from hiradix.policy.no_regret import NoRegret
@@ -301,10 +301,10 @@ class Engine:
         key = RadixKey(list(prompt_ids), scope.extra_key, cache_salt=scope.cache_salt)
         return self.cache.hint(key, scope.hint)
 
-    def answer_intent(self, method: str, path: str, body: str, asked_by: str) -> IntentReply:
+    def answer_intent(self, method: str, path: str, body: IntentBody, asked_by: str) -> IntentReply:
         """What a request to one of the paths of `hiradix.intents.http` is answered; its wish is applied with the
         next step."""
-        return self._intents.answer(method, path, body.encode(), asked_by)
+        return self._intents.answer(method, path, body, asked_by)
 
     def drain(self, timeout_s: float) -> bool:
         """Let transfers under way end; False if the deadline passed first."""

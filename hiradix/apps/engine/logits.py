@@ -35,6 +35,7 @@ class LogitsProcessor:
         self._ends = sorted(end_token_ids) if params.min_new_tokens else []
         self._matcher = matcher
         self._num_drawn = 0
+        self._biases: tuple[torch.Tensor, torch.Tensor] | None = None  # token ids, and what is added to each
         self._penalties: _Penalties | None = None
 
     @property
@@ -50,8 +51,11 @@ class LogitsProcessor:
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """float32 [vocab], changed; `logits` stays as it is."""
         logits = logits.clone()
-        for token, bias in self._params.logit_bias:
-            logits[token] += bias
+        if self._params.logit_bias:
+            if self._biases is None:
+                tokens, biases = zip(*self._params.logit_bias, strict=True)
+                self._biases = torch.tensor(tokens, device=logits.device), logits.new_tensor(biases)
+            logits.index_add_(0, *self._biases)
         if _has_penalties(self._params):
             if self._penalties is None:
                 self._penalties = _Penalties(self._params, self._prompt_ids, logits)

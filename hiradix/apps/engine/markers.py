@@ -1,4 +1,4 @@
-"""Whether a growing text has one of some texts in it."""
+"""Whether a growing text has one of some texts in it, or may come to."""
 
 from __future__ import annotations
 
@@ -21,3 +21,8 @@ class MarkerSearch:
         text = self._tail + piece
         self.found = any(marker in text for marker in self._markers)
         self._tail = text[-self._keep :] if self._keep > 0 else ""
+
+
+def overlap(text: str, mark: str) -> int:
+    """Length of the longest end of `text` that begins `mark`, and is not all of it."""
+    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)

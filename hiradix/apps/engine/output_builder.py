@@ -46,8 +46,9 @@ class OutputBuilder:
         """Prepare a new request's random numbers, text and changes of logits. RequestError for a bad grammar."""
         params = request.params
         if changes_logits(params):
-            is_formed = params.grammar is not None and self._grammars is not None
-            matcher = self._grammars.matcher(params.grammar) if is_formed else None  # type: ignore[union-attr, arg-type]
+            matcher = None
+            if params.grammar is not None and self._grammars is not None:
+                matcher = self._grammars.matcher(params.grammar)
             ends = {*params.stop_token_ids, *(() if params.ignore_eos else self._end_token_ids)}
             request.processor = LogitsProcessor(params, request.origin_input_ids, ends, matcher)
         request.generator = self._seeds.generator(params)
@@ -92,11 +93,11 @@ class OutputBuilder:
             is_complete = request.processor.is_complete
         request.output_ids.append(token)
         request.usage = replace(request.usage, completion_tokens=len(request.output_ids))
+        may_stop = len(request.output_ids) > params.min_new_tokens
         is_end = token in params.stop_token_ids or (not params.ignore_eos and token in self._end_token_ids)
-        is_end = is_end and len(request.output_ids) > params.min_new_tokens
+        is_end = is_end and may_stop
         text, reason = "", None
         if request.text is not None and (not is_end or params.include_stop_str_in_output):
-            may_stop = len(request.output_ids) > params.min_new_tokens
             text = request.text.push(token, may_stop=may_stop)
         if is_end or is_complete or (request.text is not None and request.text.stopped):
             reason = FINISH_STOP

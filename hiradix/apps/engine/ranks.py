@@ -23,7 +23,7 @@ from hiradix.apps.engine.api import EngineConfig, Output, SamplingParams, Scope
 from hiradix.apps.engine.engine import Engine
 from hiradix.config import RANK_TIMEOUT_S, ExtraConfig, HiCacheConfig
 from hiradix.errors import CacheError, ConfigError
-from hiradix.intents.http import IntentReply
+from hiradix.intents.http import IntentBody, IntentReply
 from hiradix.transfer.process_group import Membership, ProcessGroup, RankLost
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class LeadingEngine(Engine):
         self._tell("hint", list(prompt_ids), asdict(scope))
         return super().hint(prompt_ids, scope)
 
-    def answer_intent(self, method: str, path: str, body: str, asked_by: str) -> IntentReply:
+    def answer_intent(self, method: str, path: str, body: IntentBody, asked_by: str) -> IntentReply:
         self._tell("answer_intent", method, path, body, asked_by)
         return super().answer_intent(method, path, body, asked_by)
 

@@ -9,6 +9,7 @@ from typing import Any
 from hiradix.apps.engine.api import ChatPrompt, RequestError
 from hiradix.apps.engine.chat_template import ChatTemplate, TemplateError
 from hiradix.apps.engine.grammar import Grammars
+from hiradix.apps.engine.markers import overlap
 from hiradix.apps.engine.token_bound import TokenBound
 from hiradix.errors import ConfigError, Misuse
 
@@ -54,7 +55,18 @@ class Tokenizer:
         RequestError where the text has half a surrogate pair, which JSON can carry and no tokenizer takes,
         and where its length alone says that it does not fit `context_length` tokens: before it is tokenised.
         """
-        return self._encode(text, context_length, add_special_tokens=add_special_tokens)
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise RequestError(f"half a character at {error.start} of the text") from error
+        least = 0 if self._bound is None or context_length is None else self._bound.least(text)
+        if context_length is not None and 0 < context_length <= least:
+            raise RequestError(
+                f"the prompt has at least {least} tokens, but the context length is {context_length} tokens "
+                "including at least one of the answer"
+            )
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of `token_ids` without special tokens; an unfinished character shows as U+FFFD."""
@@ -96,22 +108,7 @@ class Tokenizer:
             raise RequestError(f"messages: the chat template {error}") from error
         if conversation.continues_last:
             text = _up_to_the_end_of(conversation.messages[-1], text)
-        add_special = conversation.add_special_tokens
-        return self._encode(text, context_length, add_special_tokens=add_special)
-
-    def _encode(self, text: str, context_length: int | None, *, add_special_tokens: bool) -> list[int]:
-        if not text.isascii():
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise RequestError(f"half a character at {error.start} of the text") from error
-        least = 0 if self._bound is None or context_length is None else self._bound.least(text)
-        if context_length is not None and 0 < context_length <= least:
-            raise RequestError(
-                f"the prompt has at least {least} tokens, but the context length is {context_length} tokens "
-                "including at least one of the answer"
-            )
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        return self.encode(text, context_length, add_special_tokens=conversation.add_special_tokens)
 
 
 def _template_of(tokenizer: Any) -> ChatTemplate | None:
@@ -223,11 +220,6 @@ class TextStream:
             at = min(found)
             self.matched = min((stop for stop in self._stop if text.startswith(stop, at)), key=len)
             return text[: at + len(self.matched) if self._includes_stop else at]
-        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
+        keep = max((overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

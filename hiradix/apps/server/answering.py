@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -35,6 +35,8 @@ from hiradix.apps.server.render import Json, Renderer
 from hiradix.apps.server.schema import MAX_NAME_CHARS, Owner
 from hiradix.apps.server.service import Generation, Service, TokenizerLike
 from hiradix.apps.server.tools import FORMATS, ToolFormat, described, format_of
+
+T = TypeVar("T")
 
 MANY_LOGPROBS = 1000
 """To show more of them, each a token to decode, is work beside the event loop."""
@@ -113,15 +115,23 @@ class Answering:
         if tokenizer is None:
             raise ApiError("tokens: this model has no tokenizer", param="tokens")
         try:
-            return await self._long_answers.run(partial(tokenizer.decode_all, token_ids), SHOW_TIMEOUT_S)
+            return await self.show(partial(tokenizer.decode_all, token_ids), is_long=True)
         except (OverflowError, ValueError, TypeError, IndexError) as error:
             raise ApiError(f"tokens: {error}", param="tokens") from error
 
+    async def show(self, make: Callable[[], T], is_long: bool) -> T:
+        """Run `make`, which shows an answer, and return its result: a long one beside the event loop, one at a
+        time."""
+        return await self._long_answers.run(make, SHOW_TIMEOUT_S) if is_long else make()
+
     def conversation(self, messages: Sequence[Json], tools: Sequence[Json] = (), **more: Any) -> ChatPrompt:
-        """What the chat template is rendered with; tools in words where it has no place for them."""
+        """What the chat template is rendered with; tools in words where it has no place for them. ApiError."""
         if not self._has_tools and (tools or any(_is_of_tools(message) for message in messages)):
-            return ChatPrompt(described(messages, tools), **more)
-        return ChatPrompt(messages, tools, **more)
+            messages, tools = described(messages, tools), ()
+        try:
+            return ChatPrompt(messages, tools, **more)
+        except RequestError as error:
+            raise api_error(error, "messages") from error
 
     # -- tokens -----------------------------------------------------------------------------
 
@@ -239,9 +249,7 @@ class Answering:
         ordered = [answers[index] for index in sorted(answers)]
         shown = [item for one in ordered for item in (*one.logprobs, *one.prompt_logprobs)]
         make = partial(_response, renderer, ordered, tally.usage)
-        if sum(1 + len(item.top) for item in shown) <= MANY_LOGPROBS:
-            return make()
-        return await self._long_answers.run(make, SHOW_TIMEOUT_S)
+        return await self.show(make, sum(1 + len(item.top) for item in shown) > MANY_LOGPROBS)
 
 
 def _wrapped(seed: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hiradix.apps.engine.api import (
     FINISH_STOP,
@@ -22,17 +23,22 @@ MOST_ANSWERS = 128  # of one request, n of each prompt
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """How an answer may call functions. form: how the model writes calls; is_forced: it must call one; most_one:
-    at most one."""
+    """How an answer may call functions. form: how calls are written, by the model or a grammar; is_forced: it
+    must call one; most_one: at most one."""
 
     form: ToolFormat
     is_forced: bool = False
     most_one: bool = False
 
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Parameters by which the engine knows a call and shows it."""
+        markers = ("",) if self.is_forced else self.form.markers
+        return {"tool_markers": markers, **({"skip_special_tokens": False} if self.form.is_special else {})}
+
     def reader(self) -> CallReader:
         """For one answer."""
-        form = self.form.forced if self.is_forced else self.form
-        return CallReader(form, 1 if self.most_one else None)
+        return CallReader(self.form, 1 if self.most_one else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +101,6 @@ class WholeAnswer:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: str | None = None
     matched_stop: str | None = None
-    usage: Usage = Usage(0)
 
     def add(self, piece: Piece) -> None:
         """The answer goes on."""
@@ -110,8 +115,7 @@ class WholeAnswer:
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
-        self.finish_reason, self.usage = piece.finish_reason, output.usage
-        self.matched_stop = output.matched_stop
+        self.finish_reason, self.matched_stop = piece.finish_reason, output.matched_stop
 
 
 class PieceReader:

@@ -23,6 +23,7 @@ from hiradix.apps.server.dialects.anthropic import Anthropic, anthropic_error
 from hiradix.apps.server.dialects.responses import Responses
 from hiradix.apps.server.dialects.tokens import TokenEndpoints
 from hiradix.apps.server.errors import ApiError
+from hiradix.apps.server.explanations import Explanations
 from hiradix.apps.server.intents import IntentEndpoints
 from hiradix.apps.server.logs import RequestIds
 from hiradix.apps.server.metrics import RequestMetrics
@@ -158,7 +159,8 @@ def create_app(service: Service, settings: AppSettings) -> FastAPI:
         redirect_slashes=False,  # the address would be the client's Host header
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
-    metrics = RequestMetrics(settings.model_name, settings.metric_labels)
+    explanations = Explanations()
+    metrics = RequestMetrics(settings.model_name, settings.metric_labels, explanations.keep)
     admin = Admin(service, StorageView.of(settings.cache, settings.extra_config_text), settings.attach_rules)
     names = (settings.model_name, *settings.other_names)
     answering = Answering(service, names, metrics, settings.needs_salt, settings.tool_parser)
@@ -166,7 +168,7 @@ def create_app(service: Service, settings: AppSettings) -> FastAPI:
         app.include_router(endpoints(answering).router)
     app.include_router(admin.router)
     app.include_router(IntentEndpoints(service, answering).router)
-    app.include_router(metrics.explanations.router)
+    app.include_router(explanations.router)
     app.include_router(Information(service, settings, admin, metrics).router)
     add_docs(app)
     app.add_exception_handler(ApiError, _api_error)

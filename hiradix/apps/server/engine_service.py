@@ -25,7 +25,7 @@ from hiradix.apps.server.service import (
     TransferReport,
 )
 from hiradix.errors import CacheError, StorageError
-from hiradix.intents.http import IntentReply
+from hiradix.intents.http import IntentBody, IntentReply
 from hiradix.prefix_cache import AttachedStorage, OpenedStorage
 from hiradix.transfer import TransferStats
 
@@ -103,7 +103,7 @@ class EngineService:
         """Tell the eviction policy what a client knows of a conversation; its cached tokens."""
         return await self._thread.acall(lambda engine: engine.hint(prompt_ids, scope), ADMIN_TIMEOUT_S)
 
-    async def answer_intent(self, method: str, path: str, body: str, asked_by: str) -> IntentReply:
+    async def answer_intent(self, method: str, path: str, body: IntentBody, asked_by: str) -> IntentReply:
         """What a path of `hiradix.intents.http` answers."""
         return await self._thread.acall(
             lambda engine: engine.answer_intent(method, path, body, asked_by), ADMIN_TIMEOUT_S

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,13 +106,11 @@ FIELDS = (*_REFUSED, *_IGNORED)
 
 def drop_unsupported(values: dict[str, Any], dialect: str) -> None:
     """Take the table's fields out of a body. ApiError names the first with a value that would matter."""
-    for field in _of(dialect).values():
-        if field.name in values and not field.takes(values.pop(field.name)):
+    for field in FIELDS:
+        if dialect not in field.dialects or field.name not in values:
+            continue
+        if not field.takes(values.pop(field.name)):
             raise ApiError(f"{field.name}: this value is not supported: {field.reason}", param=field.name)
-
-
-def _of(dialect: str) -> Mapping[str, Field]:
-    return {field.name: field for field in FIELDS if dialect in field.dialects}
 
 
 def refused_names(dialect: str) -> list[str]:

@@ -102,7 +102,7 @@ class BodyShare:
 
 async def read_json(request: Request) -> Any:
     """An administrator's JSON body, short enough to be parsed on the event loop; ApiError otherwise."""
-    return parse_json(await _received(request))
+    return parse_json(await received(request, MAX_ADMIN_BODY_BYTES))
 
 
 async def read_body(request: Request, model: type[Body], share: BodyShare, dialect: str = "") -> Body:
@@ -111,21 +111,21 @@ async def read_body(request: Request, model: type[Body], share: BodyShare, diale
 
     dialect: whose table of unsupported fields counts.
     """
-    data = await _received(request, share)
+    data = await received(request, MAX_BODY_BYTES, share)
     return await share.work(partial(parse_body, data, model, dialect), len(data))
 
 
-async def _received(request: Request, share: BodyShare | None = None) -> bytes:
+async def received(request: Request, most: int, share: BodyShare | None = None) -> bytes:
+    """The request's body of at most so many bytes; ApiError. share: where the cap on all bodies counts it."""
     try:
-        return await asyncio.wait_for(_read(request, share), BODY_TIMEOUT_S)
+        return await asyncio.wait_for(_read(request, most, share), BODY_TIMEOUT_S)
     except ClientDisconnect as error:
         raise ApiError("the client left", status=CLIENT_CLOSED_REQUEST) from error
     except TimeoutError as error:
         raise ApiError(f"the body did not come within {BODY_TIMEOUT_S:g} s", status=408) from error
 
 
-async def _read(request: Request, share: BodyShare | None) -> bytes:
-    most = MAX_ADMIN_BODY_BYTES if share is None else MAX_BODY_BYTES
+async def _read(request: Request, most: int, share: BodyShare | None) -> bytes:
     data = bytearray()
     async for chunk in request.stream():
         data += chunk

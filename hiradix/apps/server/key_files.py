@@ -5,20 +5,13 @@ from __future__ import annotations
 import json
 import re
 
-from hiradix.config_files import read_small_file
+from hiradix.config_files import checked_key, read_secret_file
 from hiradix.errors import ConfigError
 from hiradix.sources import Resolved
 
 MAX_KEYS = 10_000
 _COMMENT = re.compile(r"(^|\s)#.*")
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._\-]{0,63}")
-
-
-def checked_key(where: str, value: str) -> str:
-    """`value` where it can be a bearer key; ConfigError that does not show it."""
-    if not value or value != value.strip() or not value.isascii() or not value.isprintable():
-        raise ConfigError(f"{where}: a key must be non-empty printable ASCII text without spaces around it")
-    return value
 
 
 def choose_key(found: Resolved, name: str) -> tuple[str | None, tuple[str, ...]]:
@@ -42,19 +35,6 @@ def choose_key(found: Resolved, name: str) -> tuple[str | None, tuple[str, ...]]
         return checked_key(where, found[name]), notes
     text, more = read_secret_file(where, found[first])
     return checked_key(f"{where} {found[first]}", text.strip()), notes + more
-
-
-def read_secret_file(flag: str, path: str) -> tuple[str, tuple[str, ...]]:
-    """A file's text, and a note where others than its owner may read it. Raises ConfigError naming the
-    flag."""
-    try:
-        data, mode = read_small_file(path)
-        text = data.decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else "not a text file"
-        raise ConfigError(f"{flag} {path}: {reason}") from error
-    others = mode & 0o077
-    return text, ((f"{flag} {path}: others may read or write it (mode {mode:o})",) if others else ())
 
 
 def read_tenants(flag: str, path: str) -> tuple[dict[str, str | None], tuple[str, ...]]:

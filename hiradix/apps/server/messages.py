@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from hiradix.apps.engine import grammar as forms
+from hiradix.apps.engine.api import ChatPrompt
 from hiradix.apps.server.answering import Answering
 from hiradix.apps.server.api_request import AnswerForm, ToolUse
 from hiradix.apps.server.errors import ApiError
+from hiradix.apps.server.render import Json
 from hiradix.apps.server.schema import StrictBody
 from hiradix.apps.server.tools import calls_rules
 
-Json = dict[str, Any]
 MAX_TOOLS = 512
 OTHER_PARTS = (
     "image_url",
@@ -43,6 +45,22 @@ class TextPart(StrictBody):
     type: Annotated[Literal["text"], BeforeValidator(text_only)]
     text: str
     cache_control: dict[str, Any] | None = None
+
+
+def joined_text(content: str | Sequence[Any]) -> str:
+    """A content as one text. content: the text, or parts that have one each."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class ItemBody(StrictBody):
+    """One of several kinds of things, each of which needs other fields."""
+
+    def need(self, name: str, field: str) -> Any:
+        """One of its fields. ApiError where it is not there."""
+        value = getattr(self, name)
+        if value is None:
+            raise ApiError(f"{field}.{name}: is needed", param=f"{field}.{name}")
+        return value
 
 
 class FunctionCall(StrictBody):
@@ -111,8 +129,7 @@ class MessageBody(StrictBody):
     @property
     def text(self) -> str:
         """Its content, parts put together."""
-        content = self.content or self.refusal or ""
-        return content if isinstance(content, str) else "".join(part.text for part in content)
+        return joined_text(self.content or self.refusal or "")
 
 
 Messages = Annotated[list[MessageBody], Field(min_length=1, max_length=10_000)]
@@ -121,6 +138,26 @@ Messages = Annotated[list[MessageBody], Field(min_length=1, max_length=10_000)]
 def plain_messages(messages: Sequence[MessageBody]) -> list[Json]:
     """Messages as the chat template takes them. ApiError."""
     return [message.plain(f"messages.{number}") for number, message in enumerate(messages)]
+
+
+class RenderedBody(StrictBody):
+    """How the chat template renders a conversation."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+
+    def conversation(
+        self, answering: Answering, messages: Sequence[Json], tools: Sequence[Json]
+    ) -> ChatPrompt:
+        """What it renders. ApiError."""
+        continues = bool(self.continue_final_message)
+        opens = not continues if self.add_generation_prompt is None else self.add_generation_prompt
+        return answering.conversation(
+            messages, tools, template_kwargs=self.chat_template_kwargs or {}, opens_answer=opens,
+            continues_last=continues, add_special_tokens=bool(self.add_special_tokens),
+        )  # fmt: skip
 
 
 FunctionName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:-]+$")]
@@ -190,29 +227,30 @@ def tool_use(
 
 
 def answer_form(
-    answering: Answering, use: ToolUse | None, forced: Sequence[Json], form: AnswerForm | None, schema: Any
-) -> AnswerForm | None:
-    """The form of an answer that may call functions, or must. ApiError.
+    answering: Answering, use: ToolUse | None, tools: Sequence[Json], form: AnswerForm | None, schema: Any
+) -> tuple[ToolUse | None, AnswerForm | None]:
+    """How an answer calls that may call functions, or must, and its form. ApiError.
 
-    form: what it is otherwise, which with tools must be JSON of `schema`.
+    tools: that it may call. form: what it is otherwise, which with tools must be JSON of `schema`. Calls are
+    read as the grammar of a form writes them.
     """
-    if use is None:
-        return form
-    if use.is_forced:
-        if form is not None:
-            raise ApiError(f"tool_choice: excludes {form.field} where a call is forced", param="tool_choice")
-        return AnswerForm("tools", partial(_calls_grammar, answering, use, forced, None))
+    if use is None or (form is None and not use.is_forced):
+        return use, form
     if form is None:
-        return None
-    if schema is None:
+        field = "tools"
+    elif use.is_forced:
+        raise ApiError(f"tool_choice: excludes {form.field} where a call is forced", param="tool_choice")
+    elif schema is None:
         raise ApiError(f"{form.field}: with tools, use response_format", param=form.field)
-    return AnswerForm(form.field, partial(_calls_grammar, answering, use, forced, schema))
+    else:
+        field = form.field
+    use = replace(use, form=use.form.forced)
+    return use, AnswerForm(field, partial(_calls_grammar, answering, use, tools, schema))
 
 
 def _calls_grammar(answering: Answering, use: ToolUse, tools: Sequence[Json], schema: Any) -> str:
-    form = use.form.forced
     special = answering.service.special_token
-    rules = calls_rules(form, tools, use.most_one, special)
+    rules = calls_rules(use.form, tools, use.most_one, special)
     if schema is None:
         return forms.of_lark(f"start: calls\n{rules}")
     return forms.of_lark(f"start: calls | form\nform: %json {json.dumps(schema)}\n{rules}")

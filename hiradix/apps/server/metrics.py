@@ -15,11 +15,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from hiradix.apps.engine.api import Output
 from hiradix.apps.server.errors import ApiError
-from hiradix.apps.server.explanations import Explanations
 from hiradix.apps.server.generation import ClientGone
 from hiradix.apps.server.refusals import REFUSALS
 from hiradix.apps.server.service import Snapshot, TransferReport
-from hiradix.explain import public_counts
+from hiradix.explain import Explanation, public_counts
 
 TTFT_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 LATENCY_BUCKETS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -235,9 +234,17 @@ class _Tally:
 
 
 class RequestMetrics:
-    """Counts requests as their outputs pass by; used on the event loop only."""
+    """Counts requests as their outputs pass by; used on the event loop only.
 
-    def __init__(self, model_name: str, labels: Mapping[str, str]):
+    explained: is told of each that has ended and can be explained.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        labels: Mapping[str, str],
+        explained: Callable[[Explanation], None] = lambda _: None,
+    ):
         self._labels = {"model_name": model_name, **labels}
         self._extra = dict(labels)
         self._registry = CollectorRegistry(auto_describe=False)
@@ -249,7 +256,7 @@ class RequestMetrics:
         self._computed = self._counter(
             "hiradix:computed_tokens", "Prompt tokens that were computed, by why.", ["reason"]
         )
-        self.explanations = Explanations()
+        self._explained = explained
         self._ttft = self._histogram(
             "sglang:time_to_first_token_seconds", "Time to first token.", TTFT_BUCKETS_S
         )
@@ -301,7 +308,7 @@ class RequestMetrics:
         for source, count in sources.items():
             self._cached.labels(*labels, source).inc(count)
         if usage.explanation is not None:
-            self.explanations.keep(usage.explanation)
+            self._explained(usage.explanation)
             for reason, count in public_counts(usage.explanation.tokens_by_reason()).items():
                 self._computed.labels(*labels, reason).inc(count)
         self._tally.prompt += usage.prompt_tokens

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hiradix.apps.engine.api import TokenLogprob, Usage
+from hiradix.apps.engine.api import Output, TokenLogprob, Usage
 from hiradix.apps.server.api_request import Piece, WholeAnswer
 from hiradix.apps.server.errors import ApiError
 
@@ -52,15 +52,20 @@ class Envelope:
     with_usage: bool = False
     with_usage_in_each: bool = False
 
-    @property
-    def is_verbose(self) -> bool:
-        """Whether tokens without text are shown."""
-        return self.with_logprobs or self.with_token_ids
+    def is_shown(self, output: Output) -> bool:
+        """Whether an output without a text is shown."""
+        has_scores = self.with_prompt_logprobs and bool(output.prompt_logprobs)
+        return self.with_logprobs or self.with_token_ids or has_scores
 
     def wrap(self, kind: str, choices: list[Json], usage: Json | None) -> Json:
         """A response or chunk of object type `kind`."""
         head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
         return {**head, "choices": choices, "usage": usage}
+
+    def closing(self, kind: str, usage: Usage) -> list[bytes]:
+        """Events behind the last piece: the usage, if asked for, and [DONE]."""
+        last = [event(self.wrap(kind, [], usage_json(usage)))] if self.with_usage else []
+        return [*last, DONE]
 
 
 def token_name(text_of: TokenText, token_id: int) -> tuple[str, list[int] | None]:

@@ -20,7 +20,6 @@ import sys
 import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +28,7 @@ from hiradix.apps.server.flags import ServeConfig, make_parser, parse_serve_args
 from hiradix.apps.server.logs import set_up
 from hiradix.config import EXTRA_CONFIG_FLAG
 from hiradix.errors import CacheError, ConfigError
+from hiradix.settings import fields_of
 from hiradix.sources import placed
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ SECOND_GRACE_S = 0.5  # after a second signal aborted requests may say so for th
 HARD_END_S = 0.5  # behind the time that is given: what hangs then ends with the process
 _READING_KEYS = threading.Lock()
 _FIELD = re.compile(r"(?P<name>[a-z_]+)=(?P<rest>.*)", re.DOTALL)
-_FIELD_FLAGS = {"max_waiting_requests": "--max-queued-requests", "seed": "--random-seed"}
+_FLAGS = {"tp_size": "--tp-size", **{name: one.flag for name, one in fields_of(EngineConfig)}}
 
 
 class _Ending:
@@ -141,9 +141,8 @@ def start_up_line(error: CacheError) -> str:
     if text.startswith("model path "):
         return "--" + text.replace(" ", "-", 1)
     match = _FIELD.match(text)
-    if match and match["name"] in {"tp_size", *(entry.name for entry in fields(EngineConfig))}:
-        name = match["name"]
-        return f"{_FIELD_FLAGS.get(name, '--' + name.replace('_', '-'))} {match['rest']}"
+    if match and match["name"] in _FLAGS:
+        return f"{_FLAGS[match['name']]} {match['rest']}"
     return text
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from hiradix.apps.engine.api import ChatPrompt, EngineInfo, Output, SamplingParams, Scope
-from hiradix.intents.http import IntentReply
+from hiradix.intents.http import IntentBody, IntentReply
 
 NO_HOST_TIER = "Hierarchical cache is not enabled."
 
@@ -167,7 +167,7 @@ class Service(Protocol):
     async def hint(self, prompt_ids: Sequence[int], scope: Scope) -> int:
         """Tell the eviction policy `scope.hint` of a conversation; its cached tokens."""
 
-    async def answer_intent(self, method: str, path: str, body: str, asked_by: str) -> IntentReply:
+    async def answer_intent(self, method: str, path: str, body: IntentBody, asked_by: str) -> IntentReply:
         """What a path of `hiradix.intents.http` answers; TimeoutError where the engine has no turn for it."""
         ...
 

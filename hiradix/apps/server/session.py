@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from hiradix.apps.engine.api import ChatPrompt, RequestError, Scope
+from hiradix.apps.engine.api import ChatPrompt, Scope
 from hiradix.apps.server.answering import Answering
 from hiradix.apps.server.errors import ApiError
-from hiradix.apps.server.generation import api_error
 from hiradix.apps.server.messages import Messages, Tools, plain_messages
 from hiradix.apps.server.schema import NOBODYS, AddressedBody, Name, Owner
 
@@ -31,7 +30,4 @@ class SessionBody(AddressedBody):
         """What its tokens are made of. ApiError."""
         tools = [tool.plain() for tool in self.tools or ()]
         kwargs = self.chat_template_kwargs or {}
-        try:
-            return answering.conversation(plain_messages(self.messages or ()), tools, template_kwargs=kwargs)
-        except RequestError as error:
-            raise api_error(error, "messages") from error
+        return answering.conversation(plain_messages(self.messages or ()), tools, template_kwargs=kwargs)

@@ -11,8 +11,11 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from hiradix.apps.engine.api import is_text
+from hiradix.apps.engine.markers import overlap
 
 Calls = list[tuple[str, str]]
 """Names and arguments, these as JSON."""
@@ -64,7 +67,7 @@ class ToolFormat:
     @property
     def forced(self) -> ToolFormat:
         """The form that a grammar writes a call in: this one where it is JSON, else plain JSON."""
-        return self if self.parse is None else PLAIN
+        return self if self.parse is None else replace(PLAIN, id_chars=self.id_chars)
 
 
 # -- what is between the marks -------------------------------------------------------------
@@ -105,16 +108,7 @@ def _xml(text: str) -> Calls:
 def _json(value: Any) -> str:
     """As JSON; half a character, which UTF-8 has no bytes for, stays escaped."""
     text = json.dumps(value, ensure_ascii=False)
-    return text if _is_whole(text) else json.dumps(value)
-
-
-def _is_whole(text: str) -> bool:
-    """Whether UTF-8 has it: JSON and Python can write half a character."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return text if is_text(text) else json.dumps(value)
 
 
 def _json_or_text(text: str) -> Any:
@@ -316,7 +310,7 @@ class CallReader:
         if at >= 0:
             text, self._rest, self._in_calls = self._rest[:at], self._rest[at + len(form.begin) :], True
             return [TextDelta(text)] if text else []
-        keep = 0 if final else _overlap(self._rest, form.begin)
+        keep = 0 if final else overlap(self._rest, form.begin)
         text, self._rest = self._rest[: len(self._rest) - keep], self._rest[len(self._rest) - keep :]
         return [TextDelta(text)] if text else []
 
@@ -393,7 +387,7 @@ class CallReader:
         assert form.parse is not None
         try:
             calls = form.parse(body)
-            if not all(name and _is_whole(name) for name, _ in calls):
+            if not all(name and is_text(name) for name, _ in calls):
                 raise ValueError("a call without a name")
         except (ValueError, TypeError, RecursionError):
             mark = form.end if at >= 0 else ""
@@ -446,20 +440,20 @@ class _GrowingObject:
                 if self._depth == 0:
                     self.text += piece[: at + 1]
                     self.is_whole = True
-                    self._find_name()
                     return piece[at + 1 :]
             if self._depth == 2 and char == "{" and self.name is None and not self._in_text:
                 self._find_name(piece[: at + 1])
         self.text += piece
         return ""
 
-    def _find_name(self, more: str = "") -> None:
-        if self.name is None and not self.is_whole and (head := _HEAD.match(self.text + more)):
+    def _find_name(self, more: str) -> None:
+        """more: of the text, which is not put to it yet."""
+        if head := _HEAD.match(self.text + more):
             try:
                 name = json.loads(head[1], strict=False)
             except ValueError:  # an escape that JSON has not
                 return
-            if name and _is_whole(name):
+            if name and is_text(name):
                 self.name, self._from = name, head.end()
                 self._taken = self._from
 
@@ -481,15 +475,10 @@ def _call_of(text: str, form: ToolFormat) -> tuple[str, str] | None:
     if not isinstance(name, str) or not name or not isinstance(arguments, dict | str):
         return None
     text = arguments if isinstance(arguments, str) else _json(arguments)
-    return (name, text) if _is_whole(name) and _is_whole(text) else None
+    return (name, text) if is_text(name) and is_text(text) else None
 
 
 def new_call_id(form: ToolFormat) -> str:
     """A name for a call; Mistral's templates ask for nine letters and digits."""
     text = uuid.uuid4().hex[: form.id_chars]
     return text if form.id_chars == 9 else f"call_{text}"
-
-
-def _overlap(text: str, mark: str) -> int:
-    """Length of the longest end of `text` that begins `mark`."""
-    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -31,9 +32,12 @@ from hiradix.apps.server.generation import api_error
 from hiradix.apps.server.intake import read_body
 from hiradix.apps.server.messages import (
     MAX_TOOLS,
+    FunctionName,
+    ItemBody,
     NamedFunction,
     NamedTool,
     answer_form,
+    joined_text,
     text_only,
     tool_use,
 )
@@ -61,7 +65,7 @@ class TextBlock(StrictBody):
     citations: Annotated[list[None], Field(max_length=0)] | None = None
 
 
-class Block(StrictBody):
+class Block(ItemBody):
     """A block of a message: text, a call, or what came of one."""
 
     type: Annotated[Literal["text", "tool_use", "tool_result"], BeforeValidator(text_only)]
@@ -76,18 +80,10 @@ class Block(StrictBody):
     citations: Annotated[list[None], Field(max_length=0)] | None = None
     caller: dict[str, Any] | None = None
 
-    def need(self, name: str, field: str) -> Any:
-        """One of its fields. ApiError where it is not there."""
-        value = getattr(self, name)
-        if value is None:
-            raise ApiError(f"{field}.{name}: is needed", param=f"{field}.{name}")
-        return value
-
     @property
     def result(self) -> str:
         """What came of a call, as text."""
-        content = self.content or ""
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        text = joined_text(self.content or "")
         return f"Error: {text}" if self.is_error else text
 
 
@@ -136,7 +132,7 @@ class AnthropicTool(StrictBody):
     """A function that the model may call."""
 
     type: Literal["custom"] | None = None
-    name: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:-]+$")]
+    name: FunctionName
     description: str | None = None
     input_schema: dict[str, Any]
     cache_control: CacheControl | None = None
@@ -172,18 +168,14 @@ class CountBody(AddressedBody):
         if self.num_marks > MOST_MARKS:
             told = f"cache_control: {self.num_marks} marks, at most {MOST_MARKS} are taken"
             raise ApiError(told, param="cache_control")
-        system = self.system or ""
-        text = system if isinstance(system, str) else "".join(part.text for part in system)
+        text = joined_text(self.system or "")
         plain: list[Json] = [{"role": "system", "content": text}] if text else []
         for number, message in enumerate(self.messages):
             plain += message.plain(f"messages.{number}")
         continues = plain[-1]["role"] == "assistant" and not plain[-1].get("tool_calls")
-        try:
-            return answering.conversation(
-                plain, self.plain_tools, opens_answer=not continues, continues_last=continues
-            )
-        except RequestError as error:
-            raise api_error(error, "messages") from error
+        return answering.conversation(
+            plain, self.plain_tools, opens_answer=not continues, continues_last=continues
+        )
 
     @property
     def plain_tools(self) -> list[Json]:
@@ -219,10 +211,7 @@ class MessagesBody(CountBody):
         )
         parallel = not asked.disable_parallel_tool_use
         use, forced = tool_use(answering, self.plain_tools, choice, parallel)
-        more: Json = {}
-        if use is not None:
-            more["tool_markers"] = ("",) if use.is_forced else use.form.markers
-            more["skip_special_tokens"] = not use.form.is_special
+        use, form = answer_form(answering, use, forced, None, None)
         try:
             params = SamplingParams(
                 max_new_tokens=self.max_tokens,
@@ -230,7 +219,7 @@ class MessagesBody(CountBody):
                 top_p=1.0 if self.top_p is None else self.top_p,
                 top_k=max(0, self.top_k or 0),
                 stop=tuple(self.stop_sequences or ()),
-                **more,
+                **({} if use is None else use.sampling),
             )
         except RequestError as error:
             raise api_error(error, "body") from error
@@ -241,7 +230,7 @@ class MessagesBody(CountBody):
             limit=self.max_tokens,
             scope=Scope(*self.namespace(owner), self.priority, None, self.session_id or session),
             tools=use,
-            form=answer_form(answering, use, forced, None, None),
+            form=form,
             is_streamed=bool(self.stream),
         )
 
@@ -278,18 +267,19 @@ class AnthropicRenderer(Renderer):
         """Blocks as they grow."""
         found = []
         if self._last is None:
-            usage = Usage(piece.output.usage.prompt_tokens, 0, *_sources(piece.output.usage))
+            usage = replace(piece.output.usage, completion_tokens=0)
             message = {**self._message([], usage), "stop_reason": None, "stop_sequence": None}
             found.append(self._event("message_start", message=message))
         self._last = piece
         for delta in piece.deltas:
             if isinstance(delta, TextDelta):
-                found += self._into("text", {"type": "text", "text": ""}, self._kind == "text")
+                if self._kind != "text":
+                    found += self._begin_block({"type": "text", "text": ""})
                 found.append(self._delta({"type": "text_delta", "text": delta.text}))
                 continue
             if delta.name:
                 block = {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}}
-                found += self._into("tool_use", block, False)
+                found += self._begin_block(block)
             if delta.arguments:
                 found.append(self._delta({"type": "input_json_delta", "partial_json": delta.arguments}))
         return found
@@ -310,11 +300,9 @@ class AnthropicRenderer(Renderer):
         """The error."""
         return [event(anthropic_error(error), "error")]
 
-    def _into(self, kind: str, block: Json, goes_on: bool) -> list[bytes]:
-        if goes_on:
-            return []
+    def _begin_block(self, block: Json) -> list[bytes]:
         ended = self._end_block()
-        self._kind, self._block = kind, self._block + 1
+        self._kind, self._block = block["type"], self._block + 1
         return [*ended, self._event("content_block_start", index=self._block, content_block=block)]
 
     def _end_block(self) -> list[bytes]:
@@ -344,10 +332,6 @@ class AnthropicRenderer(Renderer):
             "output_tokens": usage.completion_tokens,
             "cached_tokens_details": tiers_json(usage),
         }
-
-
-def _sources(usage: Usage) -> tuple[int, int, int]:
-    return usage.cached_device, usage.cached_host, usage.cached_storage
 
 
 def _stop(finish_reason: str | None, matched: str | None) -> Json:

@@ -7,14 +7,20 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from hiradix.apps.engine.api import RequestError, TokenLogprob, Usage
+from hiradix.apps.engine.api import TokenLogprob, Usage
 from hiradix.apps.server.answering import Answering
 from hiradix.apps.server.api_request import ApiRequest, Piece, WholeAnswer
 from hiradix.apps.server.errors import ApiError
-from hiradix.apps.server.generation import api_error
-from hiradix.apps.server.messages import Choice, Messages, Tools, answer_form, plain_messages, tool_use
+from hiradix.apps.server.messages import (
+    Choice,
+    Messages,
+    RenderedBody,
+    Tools,
+    answer_form,
+    plain_messages,
+    tool_use,
+)
 from hiradix.apps.server.render import (
-    DONE,
     Envelope,
     Json,
     Renderer,
@@ -31,16 +37,13 @@ from hiradix.apps.server.tools import TextDelta
 KIND, CHUNK = "chat.completion", "chat.completion.chunk"
 
 
-class ChatBody(GenerationBody):
+class ChatBody(GenerationBody, RenderedBody):
     """A conversation, and the functions that its answer may call."""
 
     messages: Messages
     tools: Tools | None = None
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
     echo: bool | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
@@ -67,25 +70,12 @@ class ChatBody(GenerationBody):
         limit, logprobs = self.token_limit(), self.num_logprobs()
         tools = [tool.plain() for tool in self.tools or ()]
         use, forced = tool_use(answering, tools, self.tool_choice, self.parallel_tool_calls)
-        form = answer_form(answering, use, forced, self.form(), self.json_schema_of_answer())
-        more: Json = {}
-        if use is not None:
-            more["tool_markers"] = ("",) if use.is_forced else use.form.markers
-            if use.form.is_special:
-                more["skip_special_tokens"] = False
-        continues = bool(self.continue_final_message)
-        opens = not continues if self.add_generation_prompt is None else self.add_generation_prompt
-        try:
-            conversation = answering.conversation(
-                plain_messages(self.messages), tools, template_kwargs=self.chat_template_kwargs or {},
-                opens_answer=opens, continues_last=continues, add_special_tokens=bool(self.add_special_tokens),
-            )  # fmt: skip
-        except RequestError as error:
-            raise api_error(error, "messages") from error
+        use, form = answer_form(answering, use, forced, self.form(), self.json_schema_of_answer())
+        conversation = self.conversation(answering, plain_messages(self.messages), tools)
         return ApiRequest(
             prompts=[conversation],
             field="messages",
-            params=self.sampling(limit, logprobs, **more),
+            params=self.sampling(limit, logprobs, **({} if use is None else use.sampling)),
             limit=limit,
             scope=self.scope(owner, session),
             num_answers=self.n or 1,
@@ -137,7 +127,7 @@ class ChatRenderer(Renderer):
         output = piece.output
         deltas = [_delta(delta) for delta in piece.deltas]
         if not deltas:
-            if not piece.finish_reason and not self._envelope.is_verbose:
+            if not (piece.finish_reason or self._envelope.is_shown(output)):
                 return []
             deltas = [{}]
         found = []
@@ -157,8 +147,7 @@ class ChatRenderer(Renderer):
 
     def closing(self, usage: Usage) -> list[bytes]:
         """Usage, if asked for, and [DONE]."""
-        last = [event(self._envelope.wrap(CHUNK, [], usage_json(usage)))]
-        return [*(last if self._envelope.with_usage else ()), DONE]
+        return self._envelope.closing(CHUNK, usage)
 
     def _extras(self, logprobs: Sequence[TokenLogprob], token_ids: Sequence[int]) -> Json:
         found: Json = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -12,7 +12,6 @@ from hiradix.apps.engine.api import TokenLogprob, Usage
 from hiradix.apps.server.api_request import ApiRequest, Piece, WholeAnswer
 from hiradix.apps.server.errors import ApiError
 from hiradix.apps.server.render import (
-    DONE,
     Envelope,
     Json,
     Renderer,
@@ -134,7 +133,8 @@ class CompletionRenderer(Renderer):
         """New text, or what was asked for beside it."""
         output, text = piece.output, "".join(getattr(delta, "text", "") for delta in piece.deltas)
         is_first = piece.index not in self._shown
-        if not (text or piece.finish_reason or self._envelope.is_verbose or (is_first and self._echo)):
+        is_shown = text or piece.finish_reason or self._envelope.is_shown(output)
+        if not (is_shown or (is_first and self._echo)):
             return []
         choice = self._choice(
             piece.index, text, output.logprobs, output.token_ids, piece.finish_reason, output.prompt_logprobs
@@ -149,11 +149,10 @@ class CompletionRenderer(Renderer):
 
     def closing(self, usage: Usage) -> list[bytes]:
         """Usage, if asked for, and [DONE]."""
-        last = [event(self._envelope.wrap(KIND, [], usage_json(self._counted(usage))))]
-        return [*(last if self._envelope.with_usage else ()), DONE]
+        return self._envelope.closing(KIND, self._counted(usage))
 
     def _counted(self, usage: Usage) -> Usage:
-        return usage if self._has_answer else Usage(usage.prompt_tokens, 0, *_cached(usage))
+        return usage if self._has_answer else replace(usage, completion_tokens=0)
 
     def _choice(
         self, index: int, text: str, logprobs: Sequence[TokenLogprob], token_ids: Sequence[int],
@@ -162,14 +161,13 @@ class CompletionRenderer(Renderer):
         if not self._has_answer:  # a token was computed, as the prompt's logits are
             text, logprobs, token_ids = "", (), ()
         is_first = index not in self._shown
-        listed: list[TokenLogprob] = list(logprobs)
         echoed = self._echo is not None and is_first
         if self._echo is not None and is_first:
             text = self._echo.text(index, self._prompt_ids[index]) + text
         shown = None
         if self._envelope.with_logprobs:
             first = self._prompt_ids[index][0] if echoed else None
-            shown = self._logprobs(index, first, [*(of_prompt if echoed else ()), *listed])
+            shown = self._logprobs(index, first, [*(of_prompt if echoed else ()), *logprobs])
         found = {"index": index, "text": text, "logprobs": shown, "finish_reason": finish_reason}
         if self._envelope.with_token_ids:
             found["token_ids"] = list(token_ids)
@@ -190,7 +188,3 @@ class CompletionRenderer(Renderer):
             top, values = [None, *top], [None, *values]
         names = [token_name(text_of, token)[0] for token in ids]
         return {"tokens": names, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
-
-
-def _cached(usage: Usage) -> tuple[int, int, int]:
-    return usage.cached_device, usage.cached_host, usage.cached_storage

@@ -27,11 +27,13 @@ from hiradix.apps.server.messages import (
     FunctionBody,
     FunctionCall,
     FunctionName,
+    ItemBody,
     NamedFunction,
     NamedTool,
     ToolBody,
     ToolCall,
     answer_form,
+    joined_text,
     text_only,
     tool_use,
 )
@@ -51,7 +53,7 @@ class ContentPart(StrictBody):
     logprobs: list[Any] | None = None
 
 
-class InputItem(StrictBody):
+class InputItem(ItemBody):
     """A message, a call that an earlier answer made, or what came of one."""
 
     type: Literal["message", "function_call", "function_call_output"] = "message"
@@ -64,17 +66,6 @@ class InputItem(StrictBody):
     id: str | None = None
     status: str | None = None
     phase: str | None = None
-
-    def need(self, name: str, field: str) -> Any:
-        """One of its fields. ApiError where it is not there."""
-        value = getattr(self, name)
-        if value is None:
-            raise ApiError(f"{field}.{name}: is needed", param=f"{field}.{name}")
-        return value
-
-
-def _text(content: str | list[ContentPart]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class FlatTool(StrictBody):
@@ -153,7 +144,7 @@ class ResponsesBody(AddressedBody):
             if item.type == "message":
                 role = item.need("role", field)
                 role = "system" if role == "developer" else role
-                found.append({"role": role, "content": _text(item.need("content", field))})
+                found.append({"role": role, "content": joined_text(item.need("content", field))})
             elif item.type == "function_call":
                 function = FunctionCall(name=item.need("name", field), arguments=item.arguments or "{}")
                 call = ToolCall(id=item.need("call_id", field), function=function).plain(field)
@@ -161,7 +152,7 @@ class ResponsesBody(AddressedBody):
                     found.append({"role": "assistant", "content": ""})
                 found[-1].setdefault("tool_calls", []).append(call)
             else:
-                call_id, output = item.need("call_id", field), _text(item.need("output", field))
+                call_id, output = item.need("call_id", field), joined_text(item.need("output", field))
                 found.append({"role": "tool", "tool_call_id": call_id, "content": output})
         return found
 
@@ -172,30 +163,25 @@ class ResponsesBody(AddressedBody):
         if isinstance(choice, FlatChoice):
             choice = NamedTool(type="function", function=NamedFunction(name=choice.name))
         use, forced = tool_use(answering, tools, choice, self.parallel_tool_calls)
-        form, schema = self._form()
-        more: Json = {}
-        if use is not None:
-            more["tool_markers"] = ("",) if use.is_forced else use.form.markers
-            more["skip_special_tokens"] = not use.form.is_special
+        use, form = answer_form(answering, use, forced, *self._form())
         limit = self.max_output_tokens
         try:
             params = SamplingParams(
                 max_new_tokens=limit or 1,
                 temperature=1.0 if self.temperature is None else self.temperature,
                 top_p=1.0 if self.top_p is None else self.top_p,
-                **more,
+                **({} if use is None else use.sampling),
             )
-            conversation = answering.conversation(self.messages(), tools)
         except RequestError as error:
             raise api_error(error, "input") from error
         return ApiRequest(
-            prompts=[conversation],
+            prompts=[answering.conversation(self.messages(), tools)],
             field="input",
             params=params,
             limit=limit,
             scope=Scope(*self.namespace(owner), self.priority, None, self.session_id or session),
             tools=use,
-            form=answer_form(answering, use, forced, form, schema),
+            form=form,
             is_streamed=bool(self.stream),
         )
 

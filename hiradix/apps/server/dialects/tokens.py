@@ -6,29 +6,27 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from pydantic import Field
+from starlette.responses import JSONResponse, Response
 
-from hiradix.apps.engine.api import ChatPrompt, RequestError
+from hiradix.apps.engine.api import ChatPrompt
 from hiradix.apps.server.answering import Answering
 from hiradix.apps.server.errors import ApiError
-from hiradix.apps.server.generation import api_error
 from hiradix.apps.server.intake import read_body
-from hiradix.apps.server.messages import Messages, Tools, plain_messages
+from hiradix.apps.server.messages import Messages, RenderedBody, Tools, plain_messages
 from hiradix.apps.server.schema import StrictBody
 
 MAX_TOKEN_IDS = 1 << 20
+MANY_TOKENS = 4096
+"""To show more of them is work beside the event loop."""
 
 
-class TokenizeBody(StrictBody):
+class TokenizeBody(RenderedBody):
     """`prompt` or `messages`."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
     tools: Tools | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
     def asked(self, answering: Answering) -> str | ChatPrompt:
@@ -37,16 +35,8 @@ class TokenizeBody(StrictBody):
             raise ApiError("prompt: send either prompt or messages", param="prompt")
         if self.messages is None:
             return self.prompt or ""
-        continues = bool(self.continue_final_message)
-        opens = not continues if self.add_generation_prompt is None else self.add_generation_prompt
-        try:
-            return answering.conversation(
-                plain_messages(self.messages), [tool.plain() for tool in self.tools or ()],
-                template_kwargs=self.chat_template_kwargs or {}, opens_answer=opens, continues_last=continues,
-                add_special_tokens=bool(self.add_special_tokens),
-            )  # fmt: skip
-        except RequestError as error:
-            raise api_error(error, "messages") from error
+        tools = [tool.plain() for tool in self.tools or ()]
+        return self.conversation(answering, plain_messages(self.messages), tools)
 
 
 class DetokenizeBody(StrictBody):
@@ -65,7 +55,7 @@ class TokenEndpoints:
         self.router.add_api_route("/tokenize", self.tokenize, methods=["POST"])
         self.router.add_api_route("/detokenize", self.detokenize, methods=["POST"])
 
-    async def tokenize(self, request: Request) -> dict[str, Any]:
+    async def tokenize(self, request: Request) -> Response:
         """POST /tokenize."""
         answering = self._answering
         with answering.intake.body() as share:
@@ -74,9 +64,17 @@ class TokenEndpoints:
             field = "prompt" if body.messages is None else "messages"
             special = body.add_special_tokens is not False
             ids = list(await answering.token_ids(body.asked(answering), field, None, special))
-        texts = [answering.token_text(token) for token in ids] if body.return_token_strs else None
-        limit = answering.service.context_length
-        return {"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": texts}
+        if len(ids) > MAX_TOKEN_IDS:
+            raise ApiError(f"{field}: has more than {MAX_TOKEN_IDS} tokens", param=field)
+
+        def shown() -> Response:
+            texts = [answering.token_text(token) for token in ids] if body.return_token_strs else None
+            limit = answering.service.context_length
+            return JSONResponse(
+                {"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": texts}
+            )
+
+        return await answering.show(shown, is_long=len(ids) > MANY_TOKENS)
 
     async def detokenize(self, request: Request) -> dict[str, Any]:
         """POST /detokenize."""
