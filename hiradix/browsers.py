@@ -38,8 +38,8 @@ class Allowed:
     origins: frozenset[str] = frozenset()
 
     def refusal(self, method: str, headers: Headers) -> str | None:
-        """Why a request without a valid key is refused, beginning with the header's name; None where it is
-        not."""
+        """The reason to refuse a request without a valid key, beginning with the header's name; None if it is
+        allowed."""
         found: dict[bytes, bytes] = {}
         for name, value in headers:
             found.setdefault(name.lower(), value)

@@ -154,7 +154,7 @@ class ForeignDevice:
 
     @property
     def backup(self) -> StorageBackup:
-        """What brings host pages to storage beside the saves."""
+        """The backup of host pages to storage that runs beside the saves."""
         return self._backup
 
     @property

@@ -1,4 +1,4 @@
-"""Which transport serves an `--hicache-io-backend` on a device."""
+"""Chooses the transport for an `--hicache-io-backend` on a device."""
 
 from __future__ import annotations
 

@@ -207,6 +207,6 @@ def _relative(one: torch.Tensor, other: torch.Tensor) -> list[float]:
 
 
 def _bias(one: torch.Tensor, other: torch.Tensor) -> float:
-    """How much longer or shorter a row is than the other in the other's direction, as a share of it."""
+    """The difference in length of two rows along the direction of `other`, as a share of its length."""
     size = float(other @ other)
     return abs(float((one - other) @ other)) / size if 0 < size < math.inf else 0.0

@@ -284,7 +284,8 @@ def _require_parts(kvcache: Any) -> None:
 
 
 def layout_of(kvcache: Any) -> str:
-    """How the pool, or which one inside it, orders a page's bytes otherwise than slot after slot; "": none."""
+    """The page layout of the pool and of the pools inside it, as a suffix for names; "" if all are slot after
+    slot."""
     layout = getattr(kvcache, "kv_cache_layout", "nhd")
     inside = {name: layout_of(getattr(kvcache, name, None)) for name in _LAID_OUT if hasattr(kvcache, name)}
     own = "" if layout == "nhd" else f":{layout}"

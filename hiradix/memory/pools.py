@@ -55,7 +55,7 @@ class Pool:
         return self.device.type == "cuda"
 
     def planes(self) -> tuple[Plane, ...]:
-        """Where every array lies, as addresses."""
+        """The address and strides of every array."""
         return self._planes
 
     def layer_views(self, array: int) -> list[torch.Tensor]:

@@ -1,4 +1,5 @@
-"""Which waiting request is served next, and which session may enter a cache that does not hold all of them.
+"""Decides which waiting request is served next, and which session may enter a cache that does not hold all of
+them.
 
     fcfs     first come, first served
     lpm      longest prefix match: whoever has the least seconds to its first token, a prefill under way first
@@ -57,7 +58,8 @@ class WaitingRequest:
 
 
 class Returns:
-    """When sessions come back, by why the answer before ended: counted in bins of doubled seconds.
+    """The distribution of the times after which sessions come back, by why the answer before ended: counts in
+    bins of doubled seconds.
 
     Before anything is known each bin is as likely as another. Counts halve when a class has seen 4096.
     """
@@ -228,8 +230,9 @@ class _Service:
 
 @dataclass(slots=True)
 class _Tenant:
-    """What is known of one that has sessions. waiting: its requests, in order of arrival; work_ticks: their cold
-    prices. round_ticks: to compute each of its sessions once from nothing."""
+    """The waiting requests and sums of one tenant that has sessions. waiting: in order of arrival;
+    work_ticks: their cold prices, added up; round_ticks: the time to compute each of its sessions once from
+    nothing."""
 
     shadow: FirstComeShadow
     waiting: OrderedDict[str, WaitingRequest] = field(default_factory=OrderedDict)
@@ -240,7 +243,7 @@ class _Tenant:
 
     @property
     def latest_s(self) -> float:
-        """When the last of its requests is due: no other is due later."""
+        """The latest due time of its requests."""
         return next(reversed(self.waiting.values())).deadline_s if self.waiting else -_NEVER_S
 
 
@@ -360,7 +363,8 @@ class CachedAdmission(AdmissionPolicy):
         return self._num_known <= self.capacity
 
     def _date(self, now_s: float, prices: Mapping[str, float]) -> None:
-        """Where all fits nothing is lost: requests that have just come are due by what they cost there."""
+        """Give requests that have just been priced their due times. If all sessions fit, first come, first
+        served would serve them after the work ahead of them: they are due by then."""
         if not any(not r.is_dated and r.rid in prices for r in self.waiting.values()):
             return
         work_s, latest_s = dict[str, float](), dict[str, float]()  # by tenant, of those that came earlier

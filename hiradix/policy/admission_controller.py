@@ -18,7 +18,7 @@ PRICE_SHARE = 0.02  # of it, for asking prices again
 
 
 def session_name(tenant: str, session: str, adapter: str | None = None) -> str:
-    """What a client's session is called here: two tenants never have one name, nor two adapters."""
+    """The name here of a client's session: unique across tenants and adapters."""
     return json.dumps([tenant, adapter, session])
 
 

@@ -1,4 +1,4 @@
-"""What GHD learns from requests that have ended, and which class it puts their pages into."""
+"""Learns for GHD from requests that have ended, and puts their pages into classes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ANSWER: Final = [min(max(bits - 1, 0), 10) // 2 for bits in range(64)]
 
 
 class GhdLearner(UseLog):
-    """What all tiers' orders share: the tables, the clock, the ghosts. Scheduler thread only."""
+    """The state shared by the orders of all tiers: tables, clock and ghosts. Scheduler thread only."""
 
     def __init__(self, page_size: int, page_tokens: int):
         super().__init__(page_size, page_tokens)

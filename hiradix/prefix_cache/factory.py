@@ -145,7 +145,8 @@ def _trust(
 def _witness(
     params: CacheInitParams, controller: HiCacheController, hosts: Sequence[HostPool]
 ) -> Witness | None:
-    """What the engine has computed to be compared, as the host pools have it. Before anything is in these."""
+    """The pages that the engine computed for comparison with storage, as bytes of the host pools. Call before
+    anything is in these."""
     computed = params.witness
     if computed is None:
         return None

@@ -478,7 +478,7 @@ class BoundedContract(Base):
         raise NotImplementedError
 
     def used_pages(self, place: Path) -> int:
-        """How many pages the store at `place` holds."""
+        """The number of pages in the store at `place`."""
         raise NotImplementedError
 
     def test_least_recently_used_goes(self, make: Make, tmp_path: Path) -> None:
@@ -700,7 +700,7 @@ def put_for(store: Any, keys: Sequence[str], tenant: str) -> list[bool]:
 
 
 def hits_without_using(store: Any, keys: Sequence[str]) -> list[bool]:
-    """Which keys are there, without making them recent."""
+    """Flags: which keys are there, looked up without making them recent."""
     return [store.exists(Batch.of([key])) == 1 for key in keys]
 
 

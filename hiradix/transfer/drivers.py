@@ -1,4 +1,5 @@
-"""Who runs the workers: threads in production, one seeded thread in simulations. Same workers, same code."""
+"""Drivers that run the workers: threads in production, one seeded thread in simulations. Same workers, same
+code."""
 
 from __future__ import annotations
 
@@ -227,7 +228,7 @@ class StepDriver(Driver):
         return done
 
     def _ready(self) -> list[Worker]:
-        """Who is awake and has work."""
+        """The workers that are awake and have work."""
         self._fall_asleep()
         return [worker for name, worker in self._with_work() if name not in self._alarms]
 

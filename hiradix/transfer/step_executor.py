@@ -89,7 +89,7 @@ class LoadOrder:
 
 @dataclass(frozen=True, eq=False)
 class StepJobs:
-    """What was ordered since the last step. cancels: tickets of storage jobs that nobody waits for."""
+    """The jobs ordered since the last step. cancels: tickets of storage jobs that nobody waits for."""
 
     saves: tuple[SaveOrder, ...] = ()
     loads: tuple[LoadOrder, ...] = ()
@@ -258,7 +258,8 @@ class StepExecutor:
     # -- steps --------------------------------------------------------------------------
 
     def take(self) -> StepJobs:
-        """What was ordered since the last call. All workers are to get it, in this order of calls."""
+        """Hand over the jobs ordered since the last call. Every worker must get them, in the order of the
+        calls."""
         if not (self._saves or self.loads or self._storage_jobs or self._cancels):
             return NO_JOBS
         jobs = StepJobs(

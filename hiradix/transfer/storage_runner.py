@@ -1,4 +1,4 @@
-"""What storage jobs do, as generators: one `next` is one call of the backend at most.
+"""The steps of storage jobs, as generators: one `next` is at most one call of the backend.
 
 A page of tokens has one name and a page of bytes per component. Storage has a part for each: what a job says
 of pages it says of each component's own.
@@ -222,7 +222,8 @@ class StorageRunner:
         return 0
 
     def _count(self, use: ChainUse, batch: range) -> int:
-        """How many leading pages of a batch, numbered from the first asked for, a component's store has."""
+        """The number of leading pages of a batch, numbered from the first asked for, that a component's store
+        has."""
         return self._part(use.component).exists(use.part(batch.start, batch.stop))
 
     # -- inside -----------------------------------------------------------------------------
@@ -286,7 +287,7 @@ def _done(ok: bool) -> None:
 
 
 def _listed(num_pages: int | None) -> int:
-    """How many pages there were; None stops the job: the store cannot tell."""
+    """The number of pages that a store has listed. None, a store that cannot tell, stops the job."""
     if num_pages is None:
         raise Stopped(FailReason.UNLISTED)
     return num_pages

@@ -27,7 +27,8 @@ Extras = tuple[bytes | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """What separates equal tokens: adapter (extra_key), tenant (cache_salt) and the kind of row."""
+    """The part of a key that separates equal tokens: adapter (extra_key), tenant (cache_salt) and the kind of
+    row."""
 
     extra_key: str | None = None
     cache_salt: str | None = None
@@ -185,9 +186,8 @@ def num_of(count: SupportsIndex) -> int:
 
 
 class Bookmark:
-    """Where in a tree the keys of one growing sequence were found last. node: read and written by the tree
-    alone. slots: the prefix cache's last answer, read and written by it alone.
-    """
+    """The place in a tree where the keys of one growing sequence were found last. node: read and written by
+    the tree alone. slots: the prefix cache's last answer, read and written by it alone."""
 
     __slots__ = ("node", "slots")
 
