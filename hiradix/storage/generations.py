@@ -93,7 +93,7 @@ def no_adapters(_: str | None) -> str:
 
 @dataclass(frozen=True)
 class Trust:
-    """Which generations an engine's pages belong to.
+    """The rule by which an engine finds the generations that its pages belong to.
 
     identity: a label given by whoever knows: nothing is compared, and pages are under this label alone.
     adapter_of: what tells adapters apart in an extra key. witness: of an engine that can be asked. stores:
@@ -218,7 +218,7 @@ class Generations(Stores):
         return scope.known_labels()
 
     def num_adopted(self, component: int) -> int:
-        """How often a generation of this component was adopted since it was opened."""
+        """The number of generations of this component that were adopted since it was opened."""
         return self._num_adopted[component]
 
     @property
@@ -587,7 +587,7 @@ class _Part(PageStore):
         return self._guard.stats()
 
     def exists(self, keys: Sequence[str]) -> int:
-        """How many leading keys trusted generations have."""
+        """The number of leading keys that trusted generations have."""
         batch = Batch.of(keys)
         labels = self._labels(batch)
         found = before = 0

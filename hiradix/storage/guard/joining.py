@@ -306,7 +306,7 @@ class JoiningStorage(StoragePart):
     # -- pages ----------------------------------------------------------------------------
 
     def exists(self, keys: Sequence[str]) -> int:
-        """How many leading keys are there."""
+        """The number of leading keys that are there; 0 until the store has joined."""
         store = self._store
         if store is not None:
             return store.exists(keys)

@@ -172,7 +172,7 @@ class LaidOut:
             one.seal[:] = sealer.seal(one.key, one.body)
 
     def check(self, index: int, sealer: Sealer) -> Verdict:
-        """After reading a page: whether it is what was sealed. If so it is in the caller's buffers."""
+        """Check a page that has been read against its seal; if it is GOOD, copy it to the caller's buffers."""
         one = self._pages[index]
         verdict = sealer.check(one.seal, one.key, one.body)
         if verdict is Verdict.GOOD:

@@ -152,7 +152,8 @@ class Account:
             return Entered(frozenset(entered), max(0, used + wanted - limit_bytes))
 
     def confirm(self, tenant: str, pages: Mapping[str, AccountEntry]) -> list[str]:
-        """Which pages, put just now, somebody deletes or has deleted. They are in the account, as leaving."""
+        """The pages, of those put just now, that somebody deletes or has deleted. They stay in the account,
+        as leaving."""
         with self._database() as db:
             lost = [key for key in pages if not _stays(db, key)]
         if lost:
@@ -224,7 +225,7 @@ class Account:
             return _used(db, tenant)
 
     def largest(self, num_tenants: int) -> tuple[int, list[tuple[str, int]]]:
-        """How many tenants have pages, and the bytes of those with the most."""
+        """The number of tenants with pages, and the bytes of those that have the most."""
         with self._database() as db:
             order = "SELECT tenant, bytes FROM tenants ORDER BY bytes DESC, tenant LIMIT ?"
             return _num_tenants(db), list(db.execute(order, (num_tenants,)))

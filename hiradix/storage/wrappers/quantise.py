@@ -79,7 +79,7 @@ def _scratch_of_thread() -> _Scratch:
 
 
 def _pieces(num: int) -> Iterator[tuple[slice, slice]]:
-    """Where the codes of each piece of so many values are, and where its exponents."""
+    """The places, for each piece of `num` values, of its codes and of its exponents."""
     for start in range(0, num, _PIECE):
         end = min(start + _PIECE, num)
         yield slice(start, end), slice(num + start // BLOCK, num - (-end // BLOCK))

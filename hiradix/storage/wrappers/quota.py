@@ -243,7 +243,7 @@ class QuotaStorage(Wrapper):
         return found
 
     def _uses_of(self, batch: Batch) -> Iterable[tuple[str, int]]:
-        """When each page counts as used, the hottest first."""
+        """Each page's key and time of use, the hottest first."""
         now_ns = self._time_ns()
         with self._lock:
             end = self._ends.get(batch.after)

@@ -94,7 +94,7 @@ class DiskStore:
 
     @property
     def state(self) -> tuple[int, int]:
-        """Which log was read, and how far: while that is the same, so is what is where. Needs the mutex."""
+        """The log that was read, and how far: equal states mean an equal index. Needs the mutex."""
         return self._log.state
 
     @contextmanager

@@ -83,7 +83,7 @@ class Room:
             self._index.follow(name, used_ns)
 
     def now(self) -> int:
-        """When a use that begins now counts as begun (ns): files written with it are in order, too."""
+        """The time (ns) of a use that begins now, so that files written with it are in order, too."""
         with self._lock:
             return self._index.now(self._time_ns())
 

@@ -285,7 +285,7 @@ class MooncakeBackend(StorageBackend):
                 yield length
 
     def _arrived(self, part: LaidOut, codes: Iterable[int], faults: list[int]) -> list[bool]:
-        """Which pages were read and are good; codes of transfers that failed go into `faults`.
+        """Flags of the pages that were read and are good; codes of transfers that failed go into `faults`.
 
         Pages that are damaged, foreign or of another length are removed, so that they can be put again.
         """
