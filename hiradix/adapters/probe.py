@@ -64,7 +64,7 @@ class Signature:
     takes_more: bool = False  # *positions
 
     def refuses(self, num_positions: int, keywords: Iterable[str]) -> str | None:
-        """Why it cannot be called so, or None."""
+        """The reason why such a call would fail, as a phrase; None if it would not."""
         given = {*self.leading[:num_positions], *keywords}
         if num_positions > len(self.leading) and not self.takes_more:
             return f"takes {len(self.leading)} parameters by position, not {num_positions}"

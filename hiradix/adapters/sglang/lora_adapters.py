@@ -88,7 +88,7 @@ def apart(extra_key: str) -> str:
 
 
 def _id_in(extra_key: str) -> str:
-    """Where SGLang has put an adapter's id, if the request has one."""
+    """The part of `extra_key` in which SGLang puts an adapter's id, if the request has one."""
     before, _, ranks = extra_key.rpartition(_ELASTIC)
     return (before if before and ranks.isdecimal() else extra_key)[-_ID_LENGTH:]
 

@@ -195,8 +195,9 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
         return {"is_attached": role.has_storage, **vars(role.figures), "prefetch": prefetch}
 
     def _in_turn(self, do: Callable[[Any], Any]) -> Any:
-        """What `do` says of the wishes, between two calls of vLLM's scheduler. What it wishes is begun at once,
-        and goes on with vLLM's steps: none comes while vLLM is idle. TimeoutError: no turn came."""
+        """Run `do` on the table of wishes between two calls of vLLM's scheduler, and return its result. A new
+        wish is begun at once and goes on with vLLM's steps, of which there are none while vLLM is idle.
+        TimeoutError: no turn came."""
         if not self._turn.acquire(timeout=TURN_S):
             raise TimeoutError(f"vLLM's scheduler took its turn for {TURN_S:g} s")
         try:
@@ -402,7 +403,7 @@ def loads_async(mode: str, vllm_config: VllmConfig, num_groups: int) -> bool:
 
 
 def _events(vllm_config: VllmConfig, kv_cache_config: Any, grouping: Grouping) -> HostEvents | None:
-    """Where vLLM publishes KV events, those of the host tier."""
+    """The events of the host tier as vLLM publishes them; None if vLLM publishes no KV events."""
     listening = vllm_config.kv_events_config
     if listening is None or not listening.enable_kv_cache_events:
         return None

@@ -1,4 +1,5 @@
-"""Which storage the workers have, the scheduler's half: asked for by any thread, ordered by steps.
+"""The scheduler's side of attaching and detaching storage: any thread asks, and steps carry the orders to
+workers.
 
 One order at a time, as workers follow beside their steps; of several that wait the last word counts. Storage
 that cannot be opened again, as after a reset, is tried every `RETRY_S`; what was asked for, once.

@@ -36,8 +36,8 @@ class OutOfTime(Exception):
 
 @dataclass(frozen=True)
 class RunSettings:
-    """How a run is made. flush: a path, "none", or None to try the known ones; pressure_tokens: how many
-    tokens of other prompts drive a prompt off the device, None to find out."""
+    """The settings of a run. flush: a path, "none", or None to try the known ones; pressure_tokens: the
+    number of tokens of other prompts that drives a prompt off the device, None to find it out."""
 
     run: str
     minutes: float = 10.0

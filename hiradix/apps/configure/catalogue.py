@@ -120,8 +120,8 @@ def _names(entry: CatalogueEntry) -> set[str]:
 
 
 def explained(name: str) -> list[CatalogueEntry | LMCacheKey]:
-    """What goes by `name`: a setting's, a flag, a variable, `disk.max_size`, or a key of LMCache's. Raises
-    ConfigError with the nearest name there is."""
+    """The entries with this name: of a setting, a flag, a variable, a key such as `disk.max_size`, or a key
+    of LMCache's. Raises ConfigError with the nearest name there is."""
     wanted = name.removeprefix("--").replace("-", "_").removeprefix(PREFIX)
     wanted = wanted.lower() if wanted.isupper() else wanted
     entries = known()

@@ -1,4 +1,4 @@
-"""How many agents a machine carries: so many that 95 % of their first tokens come within a bound.
+"""Finds how many agents a machine carries: the most of which 95 % of the first tokens come within a bound.
 
 Found by playing recorded sessions in the closed loop, once for every number that is tried. The cache and the
 order of service are the real ones; time is the lab's model, so the answer is as good as the rates are.
@@ -51,7 +51,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked. most: agents, at most. limit_s: of real time for all orders of service together.
+    """The question to answer. most: agents, at most. limit_s: real seconds for all orders of service
+    together.
 
     context_tokens: a model's longest prompt and answer; sessions with a longer one are left out.
     """

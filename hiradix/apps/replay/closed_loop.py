@@ -35,7 +35,8 @@ _ANSWERED_S = 1e-9
 
 @dataclass(frozen=True)
 class ServerRates:
-    """What it does in a second. chunk_tokens: computed between two questions who is next."""
+    """The rates of the simulated server, per second. chunk_tokens: computed between two choices of who is
+    next."""
 
     machine: Machine = field(default_factory=Machine)
     decode_rate: float = 40.0

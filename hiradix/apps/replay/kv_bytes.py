@@ -1,4 +1,5 @@
-"""How many bytes a model's cache takes, by its `config.json`: of each token, of a window, of a state."""
+"""Computes the bytes that a model's cache takes, from its `config.json`: of each token, of a window, of a
+state."""
 
 from __future__ import annotations
 

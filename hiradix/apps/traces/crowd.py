@@ -37,7 +37,8 @@ class Agent(NamedTuple):
 
 @dataclass(frozen=True)
 class Crowd:
-    """Which agents there are: `agents` sessions drawn by `seed`, of each up to `turns` requests in a row.
+    """The agents of a closed loop: `agents` sessions drawn by `seed`, of each up to `turns` requests in a
+    row.
 
     They start within the first `spread_s`, evenly. Sub-agents are left out. shares_heads: see `Fleet`.
     """

@@ -29,7 +29,8 @@ class Packer(NamedTuple):
 
 
 def packer(what: str, suffix: str) -> Packer:
-    """How a file with this suffix is written; ConfigError, which names `what`, without its compressor."""
+    """The packer for files with this suffix; ConfigError, which names `what`, if its compressor is not
+    installed."""
     if suffix == ".gz":
         gzip = zlib.compressobj(wbits=_GZIP)
         return Packer(lambda piece: gzip.compress(piece) + gzip.flush(zlib.Z_SYNC_FLUSH), gzip.flush)

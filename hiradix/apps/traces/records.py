@@ -1,4 +1,4 @@
-"""Text files of records: unpacked, line by line, and fields that are what they should be.
+"""Reads text files of records: unpacks them, splits them into lines, and checks each field.
 
 Files may be compressed (.gz, .xz, .zst). A bad line is an error that names it, but for the last one of a
 recording that was cut off in it.
