@@ -295,7 +295,7 @@ def shown_values(one: Setting) -> str:
 
 
 def shown_default(one: Setting) -> str:
-    """Its default, for a table in Markdown."""
+    """A setting's default, for a table in Markdown."""
     if one.default_text:
         return one.default_text
     if one.default is REQUIRED:

@@ -148,7 +148,8 @@ class ReleaseSources:
         return {name for name, one in found if _is_abstract(one)}
 
     def signature(self, where: str) -> Signature | None:
-        """Of a function, a method without `self`, or the making of a class. None: there is none such."""
+        """The signature of a function, of a method without `self`, or of a class's constructor; None if there
+        is none."""
         found = self.find(where)
         if found is None:
             return None

@@ -237,8 +237,8 @@ class BoundaryReads:
     def _steps(
         self, p: Prefetch, found: StorageHit, ends: Sequence[int]
     ) -> Iterator[tuple[StorageHit, dict[int, int]]]:
-        """For each boundary the part of the hit that leads to it, and how many of that part's last pages are
-        read of each component. Locks the resident pages that the first one needs."""
+        """Yield, for each boundary, the part of the hit that leads to it, and how many of that part's last
+        pages are read of each component. Locks the resident pages that the first one needs."""
         start = found.start
         for end in (*ends, found.end):
             part = found.part(start, end)

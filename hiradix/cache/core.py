@@ -176,7 +176,8 @@ class HierarchicalCache:
         return ok
 
     def settle(self, ok: bool = True) -> bool:
-        """As `_apply`, until all common results are applied. Returns whether all ranks are `ok`."""
+        """Exchange and apply results until all that are common to the ranks are applied. Returns whether all
+        ranks are `ok`."""
         if self.controller is None:
             return ok
         ok = self._apply(ok)

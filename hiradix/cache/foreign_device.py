@@ -237,8 +237,8 @@ class ForeignDevice:
         return {}
 
     def _use_again(self, node: Node) -> None:
-        """Nothing is to be saved. Pages that storage lacks, as a put failed or storage was attached later, are
-        put again once no copy of them is in flight."""
+        """Count a use of pages that need no save. Those that storage lacks, as a put failed or storage was
+        attached later, are put again once no copy of them is in flight."""
         self._index.touch(node)
         if self._executor.storage_attached and self._index.is_ready(node):
             self._backup.store(node)

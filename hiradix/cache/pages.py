@@ -92,7 +92,7 @@ class PairedSource(PageSource, Protocol):
     full-to-window map."""
 
     def pair(self, backbone: Pages, pages: Pages, /) -> None:
-        """From here on each of `backbone` leads to the page of `pages` at its place, and nothing else does."""
+        """Pair each page of `backbone` with the page of `pages` at its place, in place of all earlier pairs."""
 
 
 class PageSupply:

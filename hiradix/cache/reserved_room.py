@@ -160,7 +160,7 @@ class ReservedRoom:
         self.lacking, self.is_stale = None, True
 
     def clear(self) -> None:
-        """Nothing is held any more (after a reset)."""
+        """Forget all holds, after a reset."""
         self.lacking = None
         self.num_short = self.num_held = 0
 
@@ -213,8 +213,8 @@ class ReservedRoom:
                 p.has_waited = True
 
     def _candidates(self) -> list[Prefetch]:
-        """Those who have room or may get it, nearest first. In the place of one that joined another, which
-        waits for room itself, stands that other."""
+        """The prefetches that have room or may get it, nearest first. One that joined another, which waits
+        for room itself, is represented by that other."""
         found: dict[Prefetch, None] = {}
         for p in self._waiting:
             other = p.waits_with
@@ -270,7 +270,7 @@ class ReservedRoom:
         self.tree.unlock(lock)
 
     def release(self, p: Prefetch) -> None:
-        """Nothing is held for `p` any more."""
+        """Unlock all that is held for `p`."""
         p.wants_hold = False
         locks = p.lock, p.beside
         p.lock = p.beside = None

@@ -66,7 +66,8 @@ class PageAllocator:
         return pages
 
     def free(self, pages: npt.ArrayLike) -> None:
-        """Take pages back. Asserts, with the ids and before any change, that each is out and named once."""
+        """Take pages back. Raises Misuse, with the ids and before any change, unless each is handed out and
+        named once."""
         given = np.asarray(pages)
         if not ids.give(self._free, self._num_free, given, self._out):
             self._refuse(given)

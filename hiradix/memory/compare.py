@@ -150,8 +150,8 @@ def _of_model(shape: CacheShape, layers: Sequence[int]) -> list[tuple[int, list[
 
 @dataclass(frozen=True)
 class _Difference:
-    """Of an array, or of a part of one: the error of each layer, and the bias of the first. count: its numbers
-    in a layer."""
+    """The difference of one array, or of a part of one: the error of each layer, and the bias of the first.
+    count: numbers in a layer."""
 
     name: str
     errors: list[float]

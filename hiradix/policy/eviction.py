@@ -312,7 +312,8 @@ def eviction_policies() -> list[str]:
 
 
 def learning_policies() -> list[str]:
-    """Those that learn; all of them take `page_tokens`, the tokens that a page stands for."""
+    """The names of the policies that learn; all of them take `page_tokens`, the tokens that a page stands
+    for."""
     return list(_LEARNING)
 
 

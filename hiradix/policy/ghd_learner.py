@@ -115,7 +115,7 @@ class GhdLearner(UseLog):
         self.segments.use(note.segment, gap, num_pages)
 
     def was_noted(self, notes: list[LastUse]) -> None:
-        """Of a request's pages all that are in a class have one vote."""
+        """Count the notes of one request: all of its pages that are in a class have one vote."""
         count = len(notes)
         for i in range(count):
             note = notes[i]

@@ -283,8 +283,8 @@ class NoRegret:
         return self._moved[GatedTransfer.FETCH].fixed_s() + self._waste_s
 
     def _failed_before(self, calls: _Calls, seconds: float) -> list[float] | None:
-        """Of calls in a row that failed before one that has not, how long they took. None: it has failed, or
-        says nothing of what storage costs now."""
+        """The seconds of the calls in a row that failed before this one, which did not. None: it has failed,
+        or what storage costs has changed."""
         troubles = self._troubles()
         if troubles[0] != self._num_changes:
             self._num_changes, self._waste_s = troubles[0], 0.0

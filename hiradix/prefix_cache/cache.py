@@ -1010,7 +1010,8 @@ class PrefixCache:
         print(self.tree.render())
 
     def available_and_evictable_str(self) -> str:
-        """For an out-of-memory message: a line, or two with sliding windows."""
+        """The free and evictable tokens as text for an out-of-memory message: a line, or two with sliding
+        windows."""
         allocator, evictable = self.token_to_kv_pool_allocator, self.full_evictable_size()
         if self._beside is None:
             return tokens_str(allocator, evictable)
@@ -1055,7 +1056,7 @@ class PrefixCache:
             self._attached.close()
 
     def shutdown(self) -> None:
-        """As `close`. What is in storage stays there."""
+        """Close the cache: another name of `close`. What is in storage stays there."""
         self.close()
 
 

@@ -73,7 +73,7 @@ class AttentionKind:
 
     @abstractmethod
     def num_asked(self, params: EvictParams) -> int:
-        """Its pages that an eviction asks for."""
+        """The number of this component's pages that an eviction asks for."""
 
     @abstractmethod
     def evicted(self, num_tokens: int, num_pages: int) -> EvictResult:
@@ -81,7 +81,8 @@ class AttentionKind:
 
     @abstractmethod
     def available_and_evictable_str(self, allocator: SlotAllocatorLike, evictable: int, own: int) -> str:
-        """For an out-of-memory message. evictable: tokens of full attention; own: its tokens or records."""
+        """The free and evictable amounts as text for an out-of-memory message. evictable: tokens of full
+        attention; own: this component's tokens or records."""
 
 
 class SlidingWindows(AttentionKind):

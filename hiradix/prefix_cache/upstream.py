@@ -55,7 +55,8 @@ def cache_params(params: Any) -> CacheInitParams:
 
 
 def as_ours(params: Any, port: type[AllocatorPort] | None = None) -> CacheInitParams:
-    """As `cache_params`, where the engine's adapter has refused what it must. port: the allocator's."""
+    """Our record of SGLang's parameters, after the engine's adapter has refused what it must; `cache_params`
+    without those checks. port: the allocator's."""
     names = [field.name for field in dataclasses.fields(CacheInitParams)]
     values = {name: getattr(params, name) for name in names if hasattr(params, name)}
     values["eviction_policy_config"] = dict(values.get("eviction_policy_config") or {})

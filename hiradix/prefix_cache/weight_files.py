@@ -115,7 +115,7 @@ def repository_of(folder: Path) -> tuple[str, str] | None:
 
 
 def _hub_cache() -> str:
-    """As huggingface_hub has it."""
+    """The folder of the hub's cache, found as huggingface_hub finds it."""
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if os.environ.get(name):
             return os.path.expandvars(os.environ[name])

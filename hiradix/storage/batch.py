@@ -163,7 +163,7 @@ class Batch(tuple[str, ...]):
 
     @property
     def extra_key(self) -> str | None:
-        """Of the pages' namespace; None: it has none."""
+        """The extra key of the pages' namespace; None without one."""
         return self.use.extra_key
 
     @property

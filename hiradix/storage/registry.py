@@ -115,7 +115,7 @@ def _lacking(found: object) -> list[str]:
 
 
 def _import_failure(error: BaseException) -> str:
-    """As text; of an error that is no ImportError with its type."""
+    """The error as text; with its type unless it is an ImportError."""
     return str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
 
 

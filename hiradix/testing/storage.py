@@ -111,7 +111,7 @@ class StorageContract(Base):
     """Round trips, answers, names, threads, closing."""
 
     def takes_and_gives(self, store: Any, keys: Sequence[str]) -> None:
-        """After threads have put and deleted them at once."""
+        """Check that keys can be put and read after threads have put and deleted them at once."""
         assert all(put(store, keys)) and all(hits(store, keys))
 
     def test_page_comes_back_byte_for_byte(self, store: Any) -> None:

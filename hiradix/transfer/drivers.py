@@ -88,7 +88,7 @@ class _WorkerThread:
             del worker
 
     def _wake_followers(self) -> None:
-        """After a step: what this thread was woken for goes first."""
+        """Wake the workers that wait for this one, after its step: what it was woken for itself goes first."""
         while self._followers:
             self._followers.popleft().wake()
 

@@ -202,5 +202,5 @@ class GateView:
         self._layers = tuple(layers)
 
     def wait_until(self, layer: int) -> None:
-        """As `LayerDoneCounter.wait_until`, of the pool's own layer number `layer`."""
+        """Wait for the pool's own layer number `layer`, with the rules of `LayerDoneCounter.wait_until`."""
         self._gate.wait_until(self._layers[layer])

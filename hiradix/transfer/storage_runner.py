@@ -246,7 +246,7 @@ class StorageRunner:
         task.hashes = hashes
 
     def _views(self, pages_of_pair: TrailingPages, start: int) -> list[list[memoryview]]:
-        """Of one batch of a pair's trailing pages, from `start` on."""
+        """The host memory of one batch of a pair's trailing pages, from `start` on."""
         page_views = self._hosts[pages_of_pair.pair].page_views
         return [page_views(page) for page in pages_of_pair.pages[start : start + self._batch_pages].tolist()]
 

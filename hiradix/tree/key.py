@@ -125,7 +125,7 @@ def packed(tokens: Tokens, start: int, stop: int) -> tuple[bytes, int]:
 
 
 def _packed_array(tokens: array[int], start: int, stop: int) -> tuple[bytes, int]:
-    """As `packed`, for `array('q')`: picks the lower four bytes of each token, without arithmetic."""
+    """`packed` for `array('q')`: picks the lower four bytes of each token, without arithmetic."""
     halves: Any
     if stop - start <= FEW_TOKENS:
         halves = memoryview(tokens)[start:stop].cast("B").cast("I")
@@ -406,7 +406,7 @@ class RadixKey:
         return self._packed(start, end)
 
     def span(self, start: int, end: int) -> tuple[bytes, int, int]:
-        """As `packed`, without a copy where `run` has the tokens: (buffer, first byte, end)."""
+        """The packed tokens from `start` to `end` as (buffer, first byte, end); no copy if `run` has them."""
         if self.run_width == NARROW and self.run_start <= start and end <= self.run_end:
             return self.run, (start - self.run_start) * NARROW, (end - self.run_start) * NARROW
         run = self._packed(start, end)[0]

@@ -181,7 +181,7 @@ class Node:
 
     @property
     def tokens(self) -> npt.NDArray[Any]:
-        """Its tokens, int32 or int64: a read-only view."""
+        """The node's tokens, int32 or int64: a read-only view."""
         return unpacked(self.run, self.width)
 
     def residency(self, component: int, tier: int) -> Residency:

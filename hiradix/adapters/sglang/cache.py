@@ -165,7 +165,7 @@ class HiRadixPrefixCache(Front):
             self._tree.unlock(_receipt(lock))
 
     def inc_lock_ref(self, node: Node) -> LockTaken:
-        """As `lock`, for callers that keep the receipt in SGLang's records."""
+        """Lock the path to `node`, for callers that keep the receipt in SGLang's records."""
         taken = self.inner.inc_lock_ref(node)
         return LockTaken(delta=taken.delta, held=taken)
 

@@ -99,6 +99,6 @@ def keep_apart() -> None:
 
 
 def _made(_: Any, request: Any, *__: Any, **___: Any) -> None:
-    """After SGLang has made a request."""
+    """Put the adapter's name into a new request; called after SGLang has made it."""
     if request.lora_id is None and isinstance(request.extra_key, str):
         request.extra_key = apart(request.extra_key)

@@ -269,7 +269,8 @@ class HiRadixHostCache(HiRadixPrefixCache):
         self.inner.release_aborted_request(handle)
 
     def checkpoint(self, req: Any, *, up_to: int, **more: Any) -> None:
-        """As without lower tiers; nothing need be held on the host for it any more, as it runs."""
+        """Insert as without lower tiers, and stop the request's prefetch: a running request needs nothing
+        held on the host."""
         self._prefetcher.stop(_handle(req))
         super().checkpoint(req, up_to=up_to, **more)
 

@@ -227,7 +227,8 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
             self._resets.bind(gpu_block_pool)
 
     def _follow_resets(self) -> None:
-        """Of vLLM's own prefix cache: before anything is looked up, read or saved that may be older."""
+        """Reset the planner if vLLM has emptied its prefix cache. Call before anything is looked up, read or
+        saved that may be older."""
         if self._resets.has_seen_one():
             self._planner.reset()
 
@@ -357,7 +358,8 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
             logger.warning("hiradix: copies of a step still run after %g s", SETTLE_S)
 
     def unregister_kv_caches(self) -> None:
-        """Before vLLM sleeps: no copy may be left that uses memory which is about to be taken away."""
+        """Wait for all copies before vLLM sleeps, as its memory is about to be taken away. CacheError: some
+        still run."""
         if self.worker is not None and not self._built.role.settle(SETTLE_S):
             raise CacheError(f"vLLM cannot sleep: copies of KV still run after {SETTLE_S:g} s")
 

@@ -51,7 +51,7 @@ class StateTensors:
 
     @property
     def num_bytes(self) -> int:
-        """Of one layer's state."""
+        """Bytes of one layer's state."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors)
 
     @property

@@ -113,7 +113,7 @@ class StorageTracker:
             self._now, self._is_anew = None, False
 
     def _await_it(self, error: str | None) -> None:
-        """It could not be opened again: the next try is due later."""
+        """Note that storage could not be opened, and when the next try is due; the first failure is logged."""
         if self._due_s == -math.inf:
             logger.warning(
                 "storage: %s; tried again every %g s, until then nothing is stored or read", error, RETRY_S

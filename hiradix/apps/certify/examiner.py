@@ -145,7 +145,7 @@ class Examiner:
         return seen
 
     def note_sent(self, prompt: Prompt, salt: str | None = None) -> None:
-        """Its beginning may be cached from now on."""
+        """Note that the beginning of a prompt may be cached from now on."""
         self._sent.setdefault(salt, {})[prompt.text] = None
 
     async def _accounted(self, reply: Reply, before: Mapping[str, int] | None) -> Seen:
@@ -257,7 +257,7 @@ class Examiner:
 
     @property
     def copied(self) -> tuple[int, int]:
-        """Of how many facts the model was asked cold, and how many it copied."""
+        """The number of facts the model was asked for cold, and the number it copied."""
         return self._num_asked, self._num_copied
 
     @property

@@ -40,7 +40,7 @@ class CatalogueEntry:
     status: str = "implemented"
 
     def as_json(self) -> dict[str, Any]:
-        """For a program."""
+        """The entry as a JSON object."""
         one = self.one
         found: dict[str, Any] = {
             "name": one.name, "owner": self.owner, "status": self.status, "type": one.type.value,
@@ -54,7 +54,7 @@ class CatalogueEntry:
         return found
 
     def lines(self) -> Iterator[str]:
-        """For a reader."""
+        """The entry as lines of text for people."""
         one = self.one
         default = shown_default(one).replace("`", "")
         values = shown_values(one).replace("`", "")

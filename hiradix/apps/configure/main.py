@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _taken(arguments: list[str], *switches: str) -> set[str]:
-    """Those of `switches` that stand before anything else; they are taken away."""
+    """Remove the leading arguments that are among `switches`; the set of those removed."""
     found = set()
     while arguments and arguments[0] in switches:
         found.add(arguments.pop(0))

@@ -37,7 +37,8 @@ class Memory:
             raise ConfigError("--storage-gib needs --host-gib: what storage has comes over the host")
 
     def tiers(self, bytes_per_token: float) -> Tiers:
-        """In tokens of whole blocks. ConfigError where one that is there holds no block."""
+        """The sizes of the tiers in tokens, rounded down to whole blocks. ConfigError where a given size
+        holds no block."""
         sizes = {}
         for tier in ("device", "host", "storage"):
             size = getattr(self, f"{tier}_gib")
@@ -112,7 +113,7 @@ def _answer(
     question: Question, file: SessionFile, tiers: Tiers, schedule: str, may_go_on: Callable[[], bool],
     tried: Tried,
 ) -> Row:  # fmt: skip
-    """For one order of service; what was found until `may_go_on` is False."""
+    """The row for one order of service, as far as it was found before `may_go_on` became False."""
     ran_out = False
 
     def has_time() -> bool:

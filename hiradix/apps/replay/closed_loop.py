@@ -96,7 +96,7 @@ class Answered:
 
     @property
     def hit_percent(self) -> float:
-        """Of all prompt tokens."""
+        """Hits in percent of all prompt tokens."""
         return 100 * sum(self.hit_tokens.values()) / max(self.prompt_tokens, 1)
 
     def waits(self) -> dict[str, float]:
@@ -153,7 +153,7 @@ class ClosedLoop:
 
     @property
     def waits(self) -> list[tuple[float, float, float]]:
-        """Of each first token until now what `Answered` has: waited, due, short."""
+        """One tuple (waited, due, short) for each first token until now, as in `Answered`."""
         return self._waits
 
     def play(self, gives_up: Callable[[ClosedLoop], bool] | None = None) -> Answered:

@@ -47,7 +47,7 @@ class ClosedCell:
 
     @property
     def memory_gib(self) -> float:
-        """Of device and host tier."""
+        """GiB of the device and host tiers together."""
         return (self.tiers.device + self.tiers.host) * self.server.machine.bytes_per_token / GIB
 
 

@@ -22,7 +22,8 @@ def zstandard_for(what: str) -> Any:
 
 
 class Packer(NamedTuple):
-    """Of one file. pack: what it takes for a piece of text; end: what it ends with, where it is whole."""
+    """The compressor of one file. pack: the bytes to write for a piece of text; end: the bytes that end a
+    whole file."""
 
     pack: Callable[[bytes], bytes]
     end: Callable[[], bytes]

@@ -200,7 +200,7 @@ def time_of(record: Record, *names: str) -> float:
 
 
 def time_at(record: Record, name: str) -> float:
-    """As `time_of`, of a field that must be there."""
+    """The seconds in a field that must be there, as `time_of` reads them. KeyError without it."""
     if record.get(name) in (None, ""):
         raise KeyError(name)
     return time_of(record, name)

@@ -64,7 +64,7 @@ class AgentSession(NamedTuple):
 
     @property
     def turns(self) -> tuple[AgentRequest, ...]:
-        """Its own requests that have a prompt, without those of its sub-agents."""
+        """The session's own requests that have a prompt, without those of its sub-agents."""
         return tuple(r for r in self.requests if isinstance(r, AgentRequest) and r.ids)
 
 

@@ -61,7 +61,8 @@ _REGION = re.compile(r"[a-z0-9\-]{1,64}")
 
 
 class AttachRefused(ConfigError):
-    """Of a request: its text names the setting and the kind of failure, and may be answered."""
+    """Raised when a request may not attach a store. Its text names the setting and the kind of failure, and
+    may be sent to the client."""
 
     def __init__(self, param: str, kind: str):
         super().__init__(f"{param}: {kind}")

@@ -36,7 +36,7 @@ class Troubles(NamedTuple):
     reads: int = 0
 
     def and_those(self, other: Troubles) -> Troubles:
-        """Of two stores together."""
+        """The sum of the troubles of two stores."""
         return Troubles(*(a + b for a, b in zip(self, other, strict=True)))
 
 
@@ -88,8 +88,8 @@ class BreakerLimits:
 
 
 class Breaker:
-    """Of one kind of call. Thread-safe. Every admission must be answered with `record`, once. No lock while
-    nothing fails."""
+    """The circuit breaker of one kind of call. Thread-safe. Every admission must be answered with `record`,
+    once. Takes no lock while nothing fails."""
 
     def __init__(self, limits: BreakerLimits, clock: Callable[[], float]):
         self._limits = limits

@@ -342,7 +342,7 @@ class JoiningStorage(StoragePart):
 
     @property
     def troubles(self) -> Troubles:
-        """As a guard has them; being joined is a change."""
+        """The guard's troubles; joining counts as one change."""
         store = self._store
         return NO_TROUBLES if store is None else store.troubles.and_those(Troubles(changes=1))
 

@@ -280,7 +280,8 @@ def _bytes_of(db: sqlite3.Connection, key: str, tenant: str) -> list[int]:
 
 
 def _kept(db: sqlite3.Connection, there: dict[str, int], limit_bytes: int) -> dict[str, int]:
-    """Of pages that are in, which may be put: not the last that are leaving, where all are over the limit.
+    """Those of the pages in the account that may be put: if all together are over the limit, without the last
+    ones that are leaving.
 
     So many are in after somebody was killed who took out what he had put and others had made room for.
     """

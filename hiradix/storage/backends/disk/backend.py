@@ -443,7 +443,7 @@ class DiskBackend(StorageBackend):
     def _unreadable_of(
         self, reads: _Reads, whole: Sequence[bool], failed: Sequence[int]
     ) -> dict[IndexEntry, None]:
-        """Of pages that failed to be read those whose slots are bad by now. Needs the mutex."""
+        """Those of the pages that failed to be read whose slots are bad by now. Needs the mutex."""
         entries = reads.entries
         if any(whole):
             self._bad_slots.succeeded(_slot_of(entry) for entry, ok in zip(entries, whole) if ok)
