@@ -18,7 +18,7 @@ KeyT = TypeVar("KeyT")
 
 
 class TokenSource(Enum):
-    """Where a span's KV came from."""
+    """The source of a span's KV."""
 
     DEVICE = "device"
     HOST = "host"
@@ -29,7 +29,7 @@ class TokenSource(Enum):
 
 
 class Reason(Enum):
-    """Why a span was computed. The value is the metrics' label."""
+    """The reason why a span was computed. The value is the metrics' label."""
 
     NEVER_SEEN = "never_seen"  # goes on from what is cached where nothing has gone on before
     PARTED = "parted"  # differs, from `Span.start` on, from what follows the same tokens here
@@ -75,7 +75,7 @@ class Span:
         return self.end - self.start
 
     def as_json(self) -> dict[str, object]:
-        """For an answer over HTTP: without what is empty."""
+        """The span as a JSON object, without empty fields."""
         shown: dict[str, object] = {"start": self.start, "end": self.end, "source": self.source.value}
         if self.reason is not None:
             shown["reason"] = self.reason.value
@@ -88,7 +88,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Where the prompt of `request_id` came from: spans in order that cover its tokens once.
+    """The sources of the prompt of `request_id`: spans in order that cover its tokens once.
 
     >>> new = Span(64, 70, TokenSource.COMPUTED, Reason.NEVER_SEEN)
     >>> found = Explanation("r1", (Span(0, 64, TokenSource.DEVICE), new))
@@ -114,7 +114,7 @@ class Explanation:
         return Counter({s.value: n for s, n in _summed((s.source, s.num_tokens) for s in self.spans).items()})
 
     def tokens_by_reason(self) -> Counter[str]:
-        """Of what was computed."""
+        """The computed tokens, counted by reason."""
         reasons = ((s.reason, s.num_tokens) for s in self.spans if s.reason is not None)
         return Counter({reason.value: count for reason, count in _summed(reasons).items()})
 

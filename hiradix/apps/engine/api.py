@@ -149,7 +149,7 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """What a chat template is rendered with: messages as dicts, tools as JSON schemas, variables of its own.
+    """The input of a chat template: messages as dicts, tools as JSON schemas, variables of its own.
 
     opens_answer: the assistant's turn is opened behind the last message; continues_last: that message is the
     assistant's and left open, which excludes it. RequestError names the field.

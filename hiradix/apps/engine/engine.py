@@ -302,8 +302,8 @@ class Engine:
         return self.cache.hint(key, scope.hint)
 
     def answer_intent(self, method: str, path: str, body: str, asked_by: str) -> IntentReply:
-        """What a request to one of the paths of `hiradix.intents.http` is answered; its wish is applied with the
-        next step."""
+        """Answer a request to one of the paths of `hiradix.intents.http`; its wish is applied with the next
+        step."""
         return self._intents.answer(method, path, body.encode(), asked_by)
 
     def drain(self, timeout_s: float) -> bool:

@@ -52,7 +52,7 @@ class Matcher:
         logits.masked_fill_(torch.from_numpy(~allowed).to(logits.device), -torch.inf)
 
     def accept(self, token_id: int) -> None:
-        """It was drawn."""
+        """Advance by a token that was drawn."""
         if not self._matcher.is_stopped():
             self._matcher.consume_token(token_id)
 

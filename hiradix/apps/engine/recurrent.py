@@ -117,7 +117,7 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class States:
-    """What a model's recurrent layers keep, and which layers these are."""
+    """The state of a model's recurrent layers, and the numbers of both kinds of layers."""
 
     shape: StateShape
     full_layers: tuple[int, ...]

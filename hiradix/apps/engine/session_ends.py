@@ -54,7 +54,7 @@ class SessionEnds:
                 del self._num_at[end.node]
 
     def is_back(self, session: str) -> None:
-        """It is being served: it has not left."""
+        """Note that a session is being served again: it has not left."""
         self._left.pop(session, None)
 
     def take_left(self) -> None:
@@ -95,7 +95,8 @@ class SessionEnds:
                 self._cache.dec_lock_ref(receipt)
 
     def _drop(self, sessions: Sequence[str], num_tokens: int) -> int:
-        """Of these in turn; how many tokens are short still."""
+        """Drop the ends of these sessions in turn until `num_tokens` are freed; the number of tokens still
+        short."""
         short = num_tokens
         for session in sessions:
             if short <= 0:

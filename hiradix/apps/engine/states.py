@@ -79,7 +79,7 @@ class StateSlots:
         return True
 
     def use(self, request: Request, num_tokens: int) -> StateUse:
-        """What a pass that computes the next `num_tokens` tokens does with the state."""
+        """The slots that a pass over the next `num_tokens` tokens reads its state from and writes it to."""
         state = request.state
         if state is None:
             raise Misuse("a running request without a state")

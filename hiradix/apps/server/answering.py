@@ -57,7 +57,7 @@ class AnswerJob:
 
 
 class Answering:
-    """What all dialects share: one engine, its model's names, and who may ask.
+    """The part that all dialects share: one engine, its model's names, and who may ask.
 
     names: the model's, the first is the one it is listed under first. tool_format: None: as the template says.
     """
@@ -118,7 +118,7 @@ class Answering:
             raise ApiError(f"tokens: {error}", param="tokens") from error
 
     def conversation(self, messages: Sequence[Json], tools: Sequence[Json] = (), **more: Any) -> ChatPrompt:
-        """What the chat template is rendered with; tools in words where it has no place for them."""
+        """The input of the chat template; tools are put into words if it has no place for them."""
         if not self._has_tools and (tools or any(_is_of_tools(message) for message in messages)):
             return ChatPrompt(described(messages, tools), **more)
         return ChatPrompt(messages, tools, **more)
@@ -223,8 +223,8 @@ class Answering:
         raise AssertionError("the stack suppresses nothing")
 
     def _taken(self, job: AnswerJob) -> list[str]:
-        """Its answers' names, which are no others' until they are given back: whoever leaves ends what has
-        them. ApiError where another request has one."""
+        """Reserve the names of a job's answers until they are given back: whoever leaves ends the answers
+        with these names. ApiError if another request has one."""
         rids = [generation.rid for generation in job.generations]
         if not self._serving.isdisjoint(rids):
             raise ApiError("request_id: a request of this name is being served", param="request_id")
@@ -245,7 +245,7 @@ class Answering:
 
 
 def _wrapped(seed: int) -> int:
-    """As 64 bits have it."""
+    """The seed wrapped into 64 bits, signed."""
     return (seed + 2**63) % 2**64 - 2**63
 
 

@@ -226,7 +226,7 @@ class Connection(H11Protocol):
         return num_bytes[0] > 0
 
     def _is_kept(self) -> bool:
-        """Nothing is under way on a connection that had an answer."""
+        """Whether the connection is idle between two requests, after at least one answer."""
         return self.cycle is not None and self.conn.our_state is h11.IDLE
 
     def _has_begun(self) -> bool:

@@ -54,7 +54,7 @@ NOBODYS = Owner()
 
 
 class AddressedBody(StrictBody):
-    """Which model, and whose cache."""
+    """The part of a body that names the model, and whose cache is used."""
 
     model: str | None = None
     cache_salt: Name | None = None

@@ -53,7 +53,7 @@ _FIELD_FLAGS = {"max_waiting_requests": "--max-queued-requests", "seed": "--rand
 
 
 class _Ending:
-    """When the process is to end, once it was told to; a thread sees to that, whatever hangs."""
+    """The deadline for the process to end, once a signal came; a thread enforces it, whatever hangs."""
 
     def __init__(self) -> None:
         self.status = 0

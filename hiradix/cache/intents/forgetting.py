@@ -87,7 +87,7 @@ class Forgetting(IntentJob):
         self.advance()
 
     def _plan_storage(self, branches: list[Branch]) -> None:
-        """What storage is to forget that the tree need not have."""
+        """Plan which pages storage is to forget, whether or not the tree has them."""
         planner, selector = self._planner, self.intent.selector
         if not planner.has_storage:
             self._is_stored = False
@@ -109,7 +109,7 @@ class Forgetting(IntentJob):
         self._left.append(DeletePayload(_no_rows(tree), is_last=True))
 
     def _forget_names(self, branches: list[Branch]) -> None:
-        """What the policy remembers of it by name, and the session."""
+        """Have the policy forget the pages' names, and the table of sessions the session."""
         if self._learner is not None:
             for branch in branches:
                 self._learner.forget_behind(branch.key, branch.cut)
@@ -146,7 +146,7 @@ class Forgetting(IntentJob):
         return not in_use
 
     def _covered(self) -> list[Node]:
-        """What of the tree is to be forgotten and is in one of the tiers still, parents first. O(that)."""
+        """The nodes to forget that are still in one of the tiers, parents first. O(their number)."""
         found = [] if self._removal is None else list(self._removal.tops())
         for node in found:
             found.extend(node.children.values())
@@ -158,7 +158,7 @@ class Forgetting(IntentJob):
         return self._is_stored and node not in self._named
 
     def _held_by_others(self, covered: Iterable[Node]) -> set[Node]:
-        """Of these, what leases keep that this wish may not end."""
+        """The nodes of `covered` that are held by leases which this wish may not end."""
         nodes = set(covered)
         leases = [lease for lease in self._book.leases.values() if lease.locks and not self.may_end(lease)]
         held = (
