@@ -382,7 +382,7 @@ class ServerUnderTest:
         )  # fmt: skip
 
     async def ask_patiently(self, prompt: Prompt, **how: Any) -> Reply:
-        """As `ask`, again a few times where the server says that it is too busy, when it says."""
+        """Ask, and ask again a few times if the server says that it is too busy, when it says."""
         for _ in range(NUM_PATIENT):
             try:
                 return await self.ask(prompt, **how)
