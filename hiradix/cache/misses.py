@@ -109,8 +109,8 @@ class Misses:
             yield alike[-1], len(alike)
 
     def _new(self, node: Node, key: RadixKey, child: Node | None, num_in_child: int) -> tuple[Reason, str]:
-        """Why what follows `node` on the way of `key`, and was never here, is not. child: the one that lies on
-        it in part, for so many pages."""
+        """The reason why what follows `node` on the way of `key`, and was never here, is not. child: the node
+        that lies on it in part, for so many pages."""
         if node.end + num_in_child == 0 and self._departed.is_in_other_namespace(key):
             return Reason.OTHER_NAMESPACE, "cached under another cache_salt or extra_key"
         position = self._parting(node, key, child, num_in_child)
@@ -133,7 +133,7 @@ class Misses:
         return None if best < (0 if start else 1) else start + best
 
     def _boundary_text(self, node: Node) -> str:
-        """Which kind of attention has no usable prefix at `node`."""
+        """The kind of attention that has no usable prefix at `node`, in words."""
         kinds = ", ".join(component.name for component in self._tree.components[1:])
         return f"no usable prefix ends there: {kinds}" if kinds else ""
 

@@ -51,7 +51,8 @@ class GhdLearner(UseLog):
     # -- time -------------------------------------------------------------------------------
 
     def passes(self, talk: int, request: Finished) -> int:
-        """Where it is known why answers end, equally much for each conversation at work: the time of its own."""
+        """The ticks by which a request moves the clock on: an equal share of a round for each conversation at
+        work, if the request says why its answer ended; else its tokens."""
         if request.stop not in STOPS:
             return request.prompt_tokens + request.output_tokens
         at_work, recent = self._at_work, self._recent

@@ -99,6 +99,7 @@ def keep_apart() -> None:
 
 
 def _made(_: Any, request: Any, *__: Any, **___: Any) -> None:
-    """Put the adapter's name into a new request; called after SGLang has made it."""
+    """Keep the extra key of a new request without an adapter apart from adapters' ids. Called after SGLang
+    has made the request."""
     if request.lora_id is None and isinstance(request.extra_key, str):
         request.extra_key = apart(request.extra_key)

@@ -60,7 +60,8 @@ def _is_text(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request picks its tokens and when it ends; a bad value raises RequestError naming the field.
+    """The parameters by which one request picks its tokens and ends; a bad value raises RequestError naming
+    the field.
 
     `temperature` 0, or next to 0, is greedy. `seed` None draws from the engine's own stream; an integer makes
     the request repeatable whatever runs beside it. `logprobs` None returns none, N returns the chosen token's

@@ -311,7 +311,7 @@ class Engine:
         return self.cache.drain(timeout_s)
 
     def refusal(self, verb: str) -> str | None:
-        """Why an operation that asks for an idle engine is refused now, None if it is idle."""
+        """The reason to refuse an operation that asks for an idle engine now, None if it is idle."""
         if self.is_idle():
             return None
         waiting, running = len(self._scheduler.waiting), len(self._scheduler.running)

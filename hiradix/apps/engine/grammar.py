@@ -24,14 +24,14 @@ MAX_COMPILE_S = 5.0  # of the processor: the engine may have to do it again, and
 
 
 class Matcher:
-    """How far one answer has come in its grammar. The engine's thread."""
+    """The progress of one answer in its grammar. The engine's thread."""
 
     def __init__(self, matcher: Any):
         self._matcher = matcher
 
     @property
     def failure(self) -> str | None:
-        """Why it can be followed no further, as the library says it; None while it can."""
+        """The library's reason why the grammar can be followed no further; None while it can."""
         if not self._matcher.is_error():
             return None
         return f"the answer's form cannot be followed: {self._matcher.get_error()[:500]}"

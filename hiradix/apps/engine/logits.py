@@ -40,7 +40,7 @@ class LogitsProcessor:
 
     @property
     def failure(self) -> str | None:
-        """Why the answer's grammar cannot be followed any further, None while it can."""
+        """The reason why the answer's grammar can be followed no further; None while it can."""
         return None if self._matcher is None else self._matcher.failure
 
     @property

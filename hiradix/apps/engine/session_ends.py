@@ -1,4 +1,5 @@
-"""Where sessions end in the tree: what goes first when pages are short, and what stays if it can."""
+"""Keeps the places in the tree where sessions end, to choose what goes first when pages are short, and what
+stays if it can."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from hiradix.tree import Node, RadixKey
 
 @dataclass(slots=True)
 class _End:
-    """Where a session's last prompt and answer end, `num_tokens` from the root, and whose they are."""
+    """The place where a session's last prompt and answer end, `num_tokens` from the root, and whose they are."""
 
     node: Node
     num_tokens: int

@@ -15,7 +15,7 @@ NAMES: Final = ("device", "host")
 
 
 def found_of_prefix(planner: Planner, key: RadixKey) -> dict[str, Found]:
-    """How far `key` can be used in each tier of the tree. O(path)."""
+    """The part of `key` that can be used in each tier of the tree. O(path)."""
     tree = planner.tree
     node, child, matched = tree.follow(key)
     steps = [(n, n.num_pages) for n in tree.path(node)]

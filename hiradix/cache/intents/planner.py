@@ -63,7 +63,8 @@ class Planner:
         return self.removals.usable(self.tree.match(key))
 
     def refusal(self, tier: str) -> str:
-        """Why a tier that is in this engine is not in this planner's hands; "" where it is, or is not there."""
+        """The reason why a tier of this engine is not in this planner's hands; "" if it is, or if there is no
+        such tier."""
         return ""
 
     def is_good(self, node: Node) -> bool:

@@ -224,7 +224,7 @@ class Intents:
     # -- what is refused at once ----------------------------------------------------------
 
     def _refusal(self, intent: Intent, is_new: bool = True) -> str:
-        """Why a wish is not taken; "": it is."""
+        """The reason why a wish is not taken; "": it is."""
         tiers, planner = intent.tiers, self.planner
         if self._is_anothers(intent):
             return "not yours: a tenant names what is in his own namespaces"
