@@ -38,8 +38,8 @@ class Allowed:
     origins: frozenset[str] = frozenset()
 
     def refusal(self, method: str, headers: Headers) -> str | None:
-        """Why a request without a valid key is refused, beginning with the header's name; None where it is
-        not."""
+        """The reason to refuse a request without a valid key, beginning with the header's name; None if it is
+        allowed."""
         found: dict[bytes, bytes] = {}
         for name, value in headers:
             found.setdefault(name.lower(), value)
@@ -70,8 +70,9 @@ class Allowed:
 
 
 def allowed(bound: str, hosts: str | None, origins: str | None) -> Allowed:
-    """For a server on the address `bound`, from lists with commas. A server that others reach too has names
-    that are not known here: any are taken, unless there is a list. Raises ConfigError naming the flag."""
+    """The names and origins allowed to a server on the address `bound`, from lists with commas. A server that
+    others reach, too, has names that are not known here: any is allowed unless there is a list. Raises
+    ConfigError naming the flag."""
     given = {_name(name) for name in _listed(hosts)}
     found: frozenset[str] | None = None
     if "*" not in given and (given or is_loopback(bound.strip("[]").lower())):

@@ -129,8 +129,8 @@ class ExtraConfig:
 
     @property
     def opening(self) -> Mapping[str, Any]:
-        """What the opener of the backend is told, as `from_mapping` takes it: the backend's keys, whether the
-        backend is required, and whose pages they are."""
+        """The keys for the opener of the backend, as `from_mapping` takes them: the backend's own, whether
+        the backend is required, and the identity of the pages."""
         own = {REQUIRED_KEY: self.hicache_storage_required, IDENTITY_KEY: self.storage_identity}
         return _frozen({**self.backend, **{key: value for key, value in own.items() if value is not None}})
 
@@ -171,7 +171,7 @@ def parse_extra_config(text: str | None) -> ExtraConfig:
 
 @dataclass(frozen=True)
 class HiCacheConfig:
-    """What a prefix cache needs to know, with upstream's names; validated when made, see `normalised()`."""
+    """The settings of a prefix cache, with upstream's names; validated when made, see `normalised()`."""
 
     page_size: int = setting(
         "page_size",
@@ -367,7 +367,7 @@ class HiCacheConfig:
 
 
 def without_host_tier(given: Iterable[str]) -> tuple[str, ...]:
-    """What to say of flags of the host tier that are given while there is none; nothing if there are none."""
+    """Notes on flags of the host tier that are given although there is none; empty without such flags."""
     names = ", ".join(given)
     return (f"{names}: nothing without --enable-hierarchical-cache",) if names else ()
 

@@ -52,7 +52,7 @@ class ConfigFile:
 
 
 def read_small_file(path: str | Path) -> tuple[bytes, int]:
-    """What a file of settings or of a key holds, and its mode.
+    """The contents of a file of settings or of a key, and the file's mode.
 
     Of a pipe, such as a shell's `<(command)`, what comes within FILE_TIMEOUT_S. Raises OSError, also for more
     than MAX_FILE_BYTES.
@@ -191,7 +191,7 @@ def _load_yaml(text: str) -> tuple[Any, dict[str, int]]:
 
 
 def _problem(text: str | None) -> str:
-    """What a parser complains of, without what it quotes of the file."""
+    """A parser's complaint without its quotes of the file."""
     return re.sub(r"'[^']*'|\"[^\"]*\"", "...", text or "no reason given")
 
 

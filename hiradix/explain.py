@@ -22,7 +22,7 @@ SHOWN: Final = 20
 
 
 class TokenSource(Enum):
-    """Where a span's KV came from."""
+    """The source of a span's KV."""
 
     DEVICE = "device"
     HOST = "host"
@@ -33,7 +33,7 @@ class TokenSource(Enum):
 
 
 class Reason(Enum):
-    """Why a span was computed. The value is the metrics' label."""
+    """The reason why a span was computed. The value is the metrics' label."""
 
     NEVER_SEEN = "never_seen"  # goes on from what is cached where nothing has gone on before
     PARTED = "parted"  # differs, from `Span.start` on, from what follows the same tokens here
@@ -85,7 +85,7 @@ class Span:
         return self.end - self.start
 
     def as_json(self) -> dict[str, object]:
-        """For an answer over HTTP: without what is empty."""
+        """The span as a JSON object, without empty fields."""
         shown: dict[str, object] = {"start": self.start, "end": self.end, "source": self.source.value}
         if self.reason is not None:
             shown["reason"] = self.reason.value
@@ -98,7 +98,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Where the prompt of `request_id` came from: spans in order that cover its tokens once.
+    """The sources of the prompt of `request_id`: spans in order that cover its tokens once.
 
     >>> new = Span(64, 70, TokenSource.COMPUTED, Reason.NEVER_SEEN)
     >>> found = Explanation("r1", (Span(0, 64, TokenSource.DEVICE), new))
@@ -127,7 +127,7 @@ class Explanation:
         return found
 
     def tokens_by_reason(self) -> Counter[str]:
-        """Of what was computed."""
+        """The computed tokens, counted by reason."""
         found: Counter[str] = Counter()
         for span in self.spans:
             if span.reason is not None:

@@ -41,7 +41,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 class Type(enum.Enum):
-    """What the values of a setting are. The value is how the docs call them."""
+    """The type of a setting's values. The enum's value is its name in the docs."""
 
     BOOL = "bool"
     INTEGER = "integer"
@@ -126,8 +126,8 @@ class Setting:
         return self.env or PREFIX + self.name.upper()
 
     def from_text(self, where: str, text: str) -> Any:
-        """What a flag or an environment variable says, as a file would: to be checked. Raises ConfigError that
-        begins with `where`, and repeats no text that may be secret."""
+        """The value in the text of a flag or environment variable, as a file would give it; not yet checked.
+        Raises ConfigError that begins with `where`, and repeats no text that may be secret."""
         shown = redact(text, self.name)
         if self.type is Type.BOOL:
             value = _SWITCH.get(text.strip().lower())
@@ -283,7 +283,7 @@ def read(config: type[_Config], values: Mapping[str, Any], where: Callable[[str]
 
 
 def shown_values(one: Setting) -> str:
-    """Which values it takes, for a table in Markdown."""
+    """The permitted values of a setting, for a table in Markdown."""
     if one.choices:
         return ", ".join(f"`{choice}`" for choice in one.choices)
     shown = one.type.value
@@ -295,7 +295,7 @@ def shown_values(one: Setting) -> str:
 
 
 def shown_default(one: Setting) -> str:
-    """Its default, for a table in Markdown."""
+    """A setting's default, for a table in Markdown."""
     if one.default_text:
         return one.default_text
     if one.default is REQUIRED:
@@ -416,7 +416,7 @@ def nearest_name(name: str, known: Iterable[str], likeness: float = 0.7) -> str 
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """What an error says behind an unknown name; "" if none is near."""
+    """The end of an error on an unknown name: "; did you mean ...?", or "" if no known name is near."""
     found = nearest_name(name, known)
     return "" if found is None else f"; did you mean {found}?"
 

@@ -1,4 +1,5 @@
-"""Where a setting is said: by a flag, in the environment, in a file, or nowhere; the first of these counts.
+"""Resolves each setting from its sources: a flag, the environment, a file, or the default; the first of these
+counts.
 
     found = resolve(table, {"port": Given(30001, SettingSource.FLAG, "--port")}, os.environ)
     found["port"]              # 30001, whatever HIRADIX_PORT and the file say
@@ -49,7 +50,7 @@ _KUBERNETES_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
 
 
 class SettingSource(enum.IntEnum):
-    """Who says a value; the lower one counts."""
+    """The source of a value; the lower one counts."""
 
     FLAG = 0
     ENVIRONMENT = 1
@@ -73,7 +74,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Resolved:
-    """What all sources say together.
+    """The result of all sources together.
 
     given: by setting, what counts. overruled: by setting, what others say of it. problems: a sentence for
     each value that cannot be taken, and each unknown key. notes: what was read and does nothing here.
@@ -98,7 +99,7 @@ class Resolved:
         return self.given[name].source if name in self.given else SettingSource.DEFAULT
 
     def where(self, name: str) -> str:
-        """How an error names a setting: as it was given."""
+        """The name of a setting in errors: as it was given."""
         given = self.given.get(name)
         if given is None:
             return self.table[name].flag
@@ -106,7 +107,7 @@ class Resolved:
 
     @property
     def places(self) -> dict[str, str]:
-        """By flag, where it is said, if not on the command line."""
+        """By flag, the place of its value, if not on the command line."""
         return {
             self.table[name].flag: given.place
             for name, given in self.given.items()
@@ -133,7 +134,7 @@ def placed(message: str, places: Mapping[str, str]) -> str:
 
 @dataclass
 class _Findings:
-    """What is found on the way."""
+    """The findings on the way to a `Resolved`."""
 
     is_guest: bool = False
     said: dict[str, list[Given]] = field(default_factory=dict)
@@ -176,7 +177,8 @@ def resolve(
     foreign: Callable[[str], str | None] = lambda name: None,
     is_guest: bool = False,
 ) -> Resolved:
-    """What counts for each setting of `table`, and all that is wrong with what the environment and the file say.
+    """Resolve each setting of `table`: the value that counts, and all that is wrong in the environment and
+    the file.
 
     said: by setting, what flags say, or an engine's own configuration; checked. The file is `config` of these
     or HIRADIX_CONFIG. elsewhere: by name, whose other settings are: in a file that several programs share they
@@ -300,7 +302,7 @@ def shown_value(one: Setting, value: Any) -> Any:
 
 
 def _without_json(value: Any) -> Any:
-    """What is given as JSON text, at any depth, such as a store, is hidden whole."""
+    """The value without JSON text, such as a store's, which is hidden whole at any depth."""
     if isinstance(value, Mapping):
         return {name: _without_json(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

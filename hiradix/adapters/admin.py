@@ -57,7 +57,7 @@ MAX_BODY_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class AdminCalls:
-    """What the endpoints do: all may be called on any thread.
+    """The callables behind the admin endpoints; all may be called on any thread.
 
     ask: attach the named backend with its keys, prefetching by the named policy or as before; detach where
     the name is None. show: for GET. Both None where an engine has endpoints of its own for storage. rules: what
@@ -74,15 +74,14 @@ class AdminCalls:
 
 
 class _Sparing:
-    """Which refused keys are told: one in REFUSED_EVERY_S. Thread-safe."""
+    """Limits how often refused keys are logged: one in REFUSED_EVERY_S. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._last_s, self._num_held = -REFUSED_EVERY_S, 0
 
     def count(self) -> int | None:
-        """How many were not told since the last one that was; None where this one is not to be told,
-        either."""
+        """The number of refusals since the last that was logged; None if this one is not to be logged either."""
         with self._lock:
             now_s = time.monotonic()
             if now_s - self._last_s < REFUSED_EVERY_S:

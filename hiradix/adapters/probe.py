@@ -64,7 +64,7 @@ class Signature:
     takes_more: bool = False  # *positions
 
     def refuses(self, num_positions: int, keywords: Iterable[str]) -> str | None:
-        """Why it cannot be called so, or None."""
+        """The reason why such a call would fail, as a phrase; None if it would not."""
         given = {*self.leading[:num_positions], *keywords}
         if num_positions > len(self.leading) and not self.takes_more:
             return f"takes {len(self.leading)} parameters by position, not {num_positions}"
@@ -148,7 +148,8 @@ class ReleaseSources:
         return {name for name, one in found if _is_abstract(one)}
 
     def signature(self, where: str) -> Signature | None:
-        """Of a function, a method without `self`, or the making of a class. None: there is none such."""
+        """The signature of a function, of a method without `self`, or of a class's constructor; None if there
+        is none."""
         found = self.find(where)
         if found is None:
             return None

@@ -24,8 +24,8 @@ class ScheduledCalls:
         return len(self._waiting)
 
     def ask(self, do: Callable[[Any], Any]) -> Any:
-        """What `do` returns, or raises. Any thread but the scheduler's. TimeoutError: no step came in time, and
-        it will not be called any more."""
+        """Run `do` on the scheduler's thread at its next step, and return its result or raise its error. Call
+        on any thread but the scheduler's. TimeoutError: no step came in time; `do` is then never called."""
         if len(self._waiting) >= MAX_WAITING:
             raise TimeoutError(f"{MAX_WAITING} calls wait for the scheduler's next step already")
         answer: Future[Any] = Future()

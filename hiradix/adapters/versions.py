@@ -1,4 +1,4 @@
-"""Which release of an engine is installed, by whatever name its distribution has."""
+"""Finds the release of an engine that is installed, whichever name its distribution has."""
 
 from __future__ import annotations
 

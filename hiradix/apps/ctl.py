@@ -45,11 +45,11 @@ VERBS: Final = {
 
 
 class Refused(Exception):
-    """The server has said no, or nothing. The text is for people."""
+    """Raised when the server refuses or does not answer. The text is for people."""
 
 
 class AdminClient:
-    """A server's administrative paths."""
+    """A client of a server's administrative paths. key: sent as a bearer token. timeout_s: of each request."""
 
     def __init__(self, url: str, key: str | None, timeout_s: float = TIMEOUT_S):
         if not url.startswith(("http://", "https://")):
@@ -61,7 +61,7 @@ class AdminClient:
         self._timeout_s = timeout_s
 
     def ask(self, method: str, path: str, body: Any = None) -> Any:
-        """The answer's JSON, or its text. Raises Refused."""
+        """Send a request; the answer's JSON, or its text if it is none. Raises Refused."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._url + path, data, self._headers, method=method)
         try:
@@ -91,7 +91,7 @@ def _message(answer: Any) -> str:
 
 
 def selector_of(given: argparse.Namespace) -> dict[str, Any]:
-    """The selector that the flags say."""
+    """The selector in the flags, as the server's JSON. ConfigError names the flag."""
     selector: dict[str, Any] = {}
     if given.tokens is not None:
         try:
@@ -218,7 +218,7 @@ def _answer(server: AdminClient, given: argparse.Namespace) -> Any:
 
 
 def _shown(answer: Any) -> str:
-    """An answer for people: a line a receipt, tenant or request."""
+    """An answer as text for people: one line per receipt, tenant or request."""
     if isinstance(answer, str):
         return answer
     for rows in ("intents", "tenants", "requests"):

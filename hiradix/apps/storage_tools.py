@@ -312,8 +312,8 @@ class _Stores:
         return self._open[kind]
 
     def read(self, batch: Sequence[StoredPage]) -> tuple[dict[str, list[memoryview]], list[StoredPage]]:
-        """Of pages of one fingerprint and length: the whole ones, by key, and those that are damaged or of
-        which the store says nothing. Others went after they were listed, as a server evicted them."""
+        """Read pages of one fingerprint and length: the whole ones, by key, and those that are damaged or of
+        which the store says nothing. Pages in neither went after they were listed, as a server evicted them."""
         store, buffers = self.of(batch[0]), _buffers(batch)
         dropped = _figures(store, "backend_read_damaged", "backend_read_foreign")
         ok = store.get([page.key for page in batch], buffers)

@@ -1,4 +1,4 @@
-"""How several ranks (tensor or pipeline parallel) keep identical trees.
+"""Keeps the trees of several ranks (tensor or pipeline parallel) identical.
 
 Every rank runs the same scheduler on the same requests, so whatever follows from requests alone is the same on
 all of them. Whatever depends on time, speed, health, allocation or a backend's answer may differ, and therefore

@@ -30,9 +30,9 @@ WINDOWS_SHARE = 8  # windows and records of boundaries on the way are at most 1/
 
 
 class Ends(NamedTuple):
-    """How a prefetch goes on when its reads are back. finish(p): nothing more will arrive for it. again(p,
-    num_pages): pages that storage reported were gone; look for a boundary among the first `num_pages` behind its
-    anchor."""
+    """The two ways to go on after a prefetch's reads. finish(p): nothing more will arrive for it. again(p,
+    num_pages): pages that storage reported were gone; look for a boundary among the first `num_pages` behind
+    its anchor."""
 
     finish: Callable[[Prefetch], None]
     again: Callable[[Prefetch, int], None]
@@ -127,7 +127,7 @@ class BoundaryReads:
         return min(num_pages, resident.end + room) - node.end
 
     def num_known(self, p: Prefetch) -> int:
-        """How many pages behind the anchor have their backbone in a tier, so that storage is not asked for
+        """The number of pages behind the anchor whose backbone is in a tier, so that storage is not asked for
         it."""
         return min(p.asked_pages, _resident_end(self._tree, p.key).end - p.anchor.end)
 
@@ -237,8 +237,8 @@ class BoundaryReads:
     def _steps(
         self, p: Prefetch, found: StorageHit, ends: Sequence[int]
     ) -> Iterator[tuple[StorageHit, dict[int, int]]]:
-        """For each boundary the part of the hit that leads to it, and how many of that part's last pages are
-        read of each component. Locks the resident pages that the first one needs."""
+        """Yield, for each boundary, the part of the hit that leads to it, and how many of that part's last
+        pages are read of each component. Locks the resident pages that the first one needs."""
         start = found.start
         for end in (*ends, found.end):
             part = found.part(start, end)
@@ -346,8 +346,8 @@ def _first_gap(path: Sequence[Node], component: int, at: int) -> int:
 
 
 def pages_of_a_step(components: Sequence[Component], page_bytes: Sequence[int], batch_pages: int) -> int:
-    """How many pages apart boundaries on the way are: a storage call's, or more, so that windows and records add
-    at most a `WINDOWS_SHARE`th to the backbone's bytes."""
+    """The distance in pages between boundaries on the way: one storage call's pages, or more, so that windows
+    and records add at most a `WINDOWS_SHARE`th to the backbone's bytes."""
     others = zip(components[1:], page_bytes[1:], strict=True)
     beside = sum(num_bytes * (kind.reach if kind.per_page else 1) for kind, num_bytes in others)
     return max(batch_pages, -(-WINDOWS_SHARE * beside // page_bytes[BACKBONE]))

@@ -146,8 +146,8 @@ class HierarchicalCache:
 
     @property
     def load_refusal(self) -> Reason | None:
-        """Why the `load_back` that was asked for since the last `match` was not made; None if it was, or none
-        was asked for."""
+        """The reason why the `load_back` that was asked for since the last `match` was not made; None if it
+        was, or none was asked for."""
         return None if self._load_back is None else self._load_back.refusal
 
     # -- one request's life -------------------------------------------------------------
@@ -176,7 +176,8 @@ class HierarchicalCache:
         return ok
 
     def settle(self, ok: bool = True) -> bool:
-        """As `_apply`, until all common results are applied. Returns whether all ranks are `ok`."""
+        """Exchange and apply results until all that are common to the ranks are applied. Returns whether all
+        ranks are `ok`."""
         if self.controller is None:
             return ok
         ok = self._apply(ok)
@@ -275,7 +276,7 @@ class HierarchicalCache:
 
     @property
     def num_forgotten(self) -> int:
-        """How many wishes to forget something have been applied since start."""
+        """The number of wishes to forget something that have been applied since start."""
         return self._removals.number
 
     def was_forgotten_since(self, key: RadixKey, number: int) -> bool:

@@ -1,4 +1,4 @@
-"""What has left the cache, and why: names of pages in a table of bounded size.
+"""Remembers which pages have left the cache, and why: their names in a table of bounded size.
 
 A page is named by an 8-byte chain of hashes from its namespace on (`hiradix.policy.names`); names are made when
 pages leave and when somebody asks, and kept on the nodes, so that a page is hashed once. A wrong match, once in
@@ -33,7 +33,7 @@ _REASONS: Final = tuple(Reason)
 
 
 class Departure(NamedTuple):
-    """Why a page is not here any more, which tier it was in last, and when it left, by the cache's clock."""
+    """The reason why a page left, the tier it was in last, and the time, by the cache's clock."""
 
     reason: Reason
     tier: Tier
@@ -107,7 +107,7 @@ class Departed:
 
     @contextmanager
     def because(self, reason: Reason) -> Iterator[None]:
-        """What leaves the tree inside leaves for this reason."""
+        """A context in which all that leaves the tree is noted with this reason."""
         before, self._reason = self._reason, reason
         try:
             yield

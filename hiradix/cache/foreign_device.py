@@ -162,7 +162,7 @@ class ForeignDevice:
 
     @property
     def backup(self) -> StorageBackup:
-        """What brings host pages to storage beside the saves."""
+        """The backup of host pages to storage that runs beside the saves."""
         return self._backup
 
     @property
@@ -245,8 +245,8 @@ class ForeignDevice:
         return {}
 
     def _use_again(self, node: Node) -> None:
-        """Nothing is to be saved. Pages that storage lacks, as a put failed or storage was attached later, are
-        put again once no copy of them is in flight."""
+        """Count a use of pages that need no save. Those that storage lacks, as a put failed or storage was
+        attached later, are put again once no copy of them is in flight."""
         self._index.touch(node)
         if self._executor.storage_attached and self._index.is_ready(node):
             self._backup.store(node)

@@ -45,7 +45,7 @@ READY, ARRIVING, LOST = 0, 1, 2
 
 @dataclass(frozen=True)
 class HostHit:
-    """How many leading pages of a key can be loaded, and whether more are arriving."""
+    """The result of a lookup: how many leading pages of a key can be loaded, and whether more are arriving."""
 
     num_pages: int
     is_arriving: bool
@@ -79,7 +79,7 @@ class HostPages(PageAllocator):
 
 
 class HostIndex:
-    """Which pages are on the host, by prefix, and which are arriving. One thread.
+    """An index by prefix of the pages that are on the host or arriving there. One thread.
 
     supply, in_flight: as in `HierarchicalCache`, without device pools. counters: in pages, since start.
     _lost: (key, first page, why) of each range of lost pages that is still in the tree.
@@ -122,7 +122,7 @@ class HostIndex:
     # -- lookups ----------------------------------------------------------------------------
 
     def find(self, key: RadixKey) -> HostHit:
-        """How much of `key` could be loaded now. Locks nothing.
+        """The part of `key` that could be loaded now. Locks nothing.
 
         Counts up to the deepest boundary of which all pages are ready.
         """

@@ -1,4 +1,4 @@
-"""Why the cache has no more of a prompt than it has: one reason for each token that is computed.
+"""Explains misses: one reason for each token of a prompt that is computed.
 
 What is known where a decision was made (a load that was refused, a fetch that came too late) is given; the rest
 follows from the tree, from what has left it, and from where the prompt parts from its relatives.
@@ -20,7 +20,7 @@ MOST_RELATIVES: Final = 256  # that a prompt is compared with where it parts fro
 
 
 class Hit(NamedTuple):
-    """Where the tokens of a prompt came from that need not be computed, each part behind the one before."""
+    """The sources of the tokens of a prompt that need not be computed, each part behind the one before."""
 
     device: int
     host: int
@@ -48,7 +48,8 @@ class Misses:
     def explain(
         self, request_id: str, key: RadixKey, num_tokens: int, hit: Hit, withheld: Sequence[Withheld] = ()
     ) -> Explanation:
-        """Where a prompt of `num_tokens` came from, whose `key` has what could be looked up of it.
+        """The source of each token of a prompt of `num_tokens`, whose `key` has the part that could be looked
+        up.
 
         withheld: as far as known, in rising order. To be asked when the request is admitted, before what it
         computes is inserted. O(pages that are computed).
@@ -100,16 +101,16 @@ class Misses:
             yield Span(at, end, TokenSource.COMPUTED, Reason.BOUNDARY, "less than a page, or the last token")
 
     def _gone(self, node: Node, key: RadixKey, end: int, skipped: int) -> Iterator[tuple[Departure, int]]:
-        """What has left of the pages of `key` behind `node` and `skipped` more, alike ones together, and how
-        many pages that is."""
+        """Yield the departures of the pages of `key` behind `node` and `skipped` more, alike ones together,
+        each with their number."""
         left = self._departed.leading(node, key, end, skipped)
         for _, group in groupby(left, key=lambda one: (one.reason, one.tier)):
             alike = list(group)
             yield alike[-1], len(alike)
 
     def _new(self, node: Node, key: RadixKey, child: Node | None, num_in_child: int) -> tuple[Reason, str]:
-        """Why what follows `node` on the way of `key`, and was never here, is not. child: the one that lies on
-        it in part, for so many pages."""
+        """The reason why what follows `node` on the way of `key`, and was never here, is not. child: the node
+        that lies on it in part, for so many pages."""
         if node.end + num_in_child == 0 and self._departed.is_in_other_namespace(key):
             return Reason.OTHER_NAMESPACE, "cached under another cache_salt or extra_key"
         position = self._parting(node, key, child, num_in_child)

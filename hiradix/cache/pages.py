@@ -92,7 +92,7 @@ class PairedSource(PageSource, Protocol):
     full-to-window map."""
 
     def pair(self, backbone: Pages, pages: Pages, /) -> None:
-        """From here on each of `backbone` leads to the page of `pages` at its place, and nothing else does."""
+        """Pair each page of `backbone` with the page of `pages` at its place, in place of all earlier pairs."""
 
 
 class PageSupply:
@@ -133,7 +133,8 @@ class PageSupply:
         self.departed = departed
 
     def leaving(self, reason: Reason) -> AbstractContextManager[None]:
-        """What leaves the tree inside is remembered to have left for `reason`, not by eviction."""
+        """A context in which all that leaves the tree is remembered to have left for `reason`, not by
+        eviction."""
         return nullcontext() if self.departed is None else self.departed.because(reason)
 
     def release(self, freed: Iterable[Freed]) -> int:

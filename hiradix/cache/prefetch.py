@@ -167,7 +167,7 @@ class Prefetcher:
         return True
 
     def _worth(self, key: RadixKey, node: Node) -> int:
-        """How many pages of `key` behind `node` to ask storage for; 0: not worth a lookup."""
+        """The number of pages of `key` behind `node` to ask storage for; 0: not worth a lookup."""
         asked = key.num_pages(self._tree.page_size) - node.end
         if asked <= 0 or not self.policy.worth_asking(asked):
             return 0
@@ -216,7 +216,7 @@ class Prefetcher:
         return 0
 
     def pop_loaded_pages(self, handle: Hashable) -> int:
-        """How many pages the prefetch brought to the host; resets the number."""
+        """The number of pages the prefetch brought to the host; resets it."""
         return self.pop_loaded_span(handle)[1]
 
     def pop_loaded_span(self, handle: Hashable) -> tuple[int, int]:
@@ -304,7 +304,8 @@ class Prefetcher:
         return self._tree.match(p.key).loadable_node.end >= p.hit.end
 
     def _late(self, p: Prefetch) -> tuple[int, Reason]:
-        """What the request of `p` goes on without: up to which page, and why it has not come."""
+        """The page up to which the request of `p` goes on without prefetched pages, and why they have not
+        come."""
         waits_with = p.waits_with
         if waits_with.phase is PrefetchPhase.FOUND and waits_with.hit is not None:
             return waits_with.hit.end, Reason.NO_ROOM

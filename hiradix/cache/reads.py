@@ -54,7 +54,7 @@ class Reads:
         return key.num_pages(self._arrivals.tree.page_size) - node.end
 
     def num_known(self, p: Prefetch) -> int:
-        """How many pages behind the anchor have their backbone in a tier, so that storage is not asked for
+        """The number of pages behind the anchor whose backbone is in a tier, so that storage is not asked for
         it."""
         return 0
 

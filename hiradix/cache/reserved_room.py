@@ -54,11 +54,11 @@ class HeldPages:
         return max([n.end for n in self._tree.path(node) if n in self._seen[BACKBONE]], default=0)
 
     def more(self, p: Prefetch) -> list[int]:
-        """How many pages `add` would add."""
+        """The number of pages that `add` would add, by component."""
         return self._of(p, False)
 
     def more_at(self, *nodes: Node) -> list[int]:
-        """How many pages locks on `nodes` would add."""
+        """The number of pages that locks on `nodes` would add, by component."""
         count = range(len(self.pages))
         return self._walk([(node, [self._tree.floor(node, c) for c in count]) for node in nodes], False)
 
@@ -119,7 +119,7 @@ class Wish(NamedTuple):
 
 
 class ReservedRoom:
-    """What the host holds for those who wait, and has set aside for what is read for them.
+    """Host pages held for requests that wait, and room set aside for what is being read for them.
 
     waiting: who waits, in order. running: the prefetches that have not ended, of which some read on for no
     request of their own. Both are the prefetcher's, and so are these calls: caps() is how many pages of each
@@ -160,7 +160,7 @@ class ReservedRoom:
         self.lacking, self.is_stale = None, True
 
     def clear(self) -> None:
-        """Nothing is held any more (after a reset)."""
+        """Forget all holds, after a reset."""
         self.lacking = None
         self.num_short = self.num_held = 0
 
@@ -213,8 +213,8 @@ class ReservedRoom:
                 p.has_waited = True
 
     def _candidates(self) -> list[Prefetch]:
-        """Those who have room or may get it, nearest first. In the place of one that joined another, which
-        waits for room itself, stands that other."""
+        """The prefetches that have room or may get it, nearest first. One that joined another, which waits
+        for room itself, is represented by that other."""
         found: dict[Prefetch, None] = {}
         for p in self._waiting:
             other = p.waits_with
@@ -270,7 +270,7 @@ class ReservedRoom:
         self.tree.unlock(lock)
 
     def release(self, p: Prefetch) -> None:
-        """Nothing is held for `p` any more."""
+        """Unlock all that is held for `p`."""
         p.wants_hold = False
         locks = p.lock, p.beside
         p.lock = p.beside = None

@@ -1,4 +1,4 @@
-"""In which order the requests that wait will run."""
+"""The order in which waiting requests will run."""
 
 from __future__ import annotations
 

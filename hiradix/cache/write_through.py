@@ -202,9 +202,9 @@ class WriteThrough:
         return self._write(target, start, others or [], host, locks)
 
     def _affordable(self, node: Node, start: int, is_new: bool) -> tuple[int, Node | None]:
-        """How much of the path from page `start` to `node` to copy: (the page where the part worth its room
-        ends, the last node that the host has room for, or None). With storage attached every page is worth it,
-        as pages reach storage only by way of the host."""
+        """The part of the path from page `start` to `node` to copy: (the page where the part worth its room
+        ends, the last node that the host has room for, or None). With storage attached every page is worth
+        it, as pages reach storage only by way of the host."""
         learns = is_new and self._learner is not None and not self._controller.storage_attached
         refused = self._refused(node, node.end - start) if learns else 0
         if refused <= 0 and (learns or node.end - start <= self._supply.host_room()):
@@ -228,8 +228,8 @@ class WriteThrough:
         return nodes
 
     def _refused(self, node: Node, num_pages: int) -> int:
-        """How many of the last `num_pages` of the path are worth no more than the host pages that would be
-        evicted for them. For the rest these are evicted at once."""
+        """The number of last pages of the path, of `num_pages`, that are worth no more than the host pages
+        that would be evicted for them. For the rest these are evicted at once."""
         assert self._supply.host is not None
         short = num_pages - self._supply.host.available
         if short <= 0:

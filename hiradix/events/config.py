@@ -23,7 +23,8 @@ _TCP = re.compile(r"tcp://(?P<host>\[[^\]]+\]|[^:/\s]+):(?P<port>\d{1,5})\Z")
 
 @dataclass(frozen=True)
 class KVEventsConfig:
-    """Which events are published, and where. Raises ConfigError naming the key.
+    """Settings of the KV event publisher: where it publishes, in which format. Raises ConfigError naming the
+    key.
 
     endpoint: of the PUB socket, `tcp://HOST:PORT` (port 0: any free one) or `ipc://PATH`. Host `*` is the
         address the HTTP server listens on, and every address where there is none.

@@ -59,7 +59,7 @@ class Replays:
         yield [who, b"", *no_topic, END, b""]
 
     def _send(self, who: bytes) -> None:
-        """As much as the subscriber's queue takes of what he waits for."""
+        """Send as many of the awaited messages as the subscriber's queue takes."""
         asked = self._waiting[who]
         try:
             while asked:

@@ -17,7 +17,7 @@ Token = int | tuple[int, int]  # a pair, where rows are bigrams
 
 
 class Medium(IntEnum):
-    """Where a block is. The first two are the tree's tiers, under the same numbers."""
+    """The place of a block. The first two are the tree's tiers, under the same numbers."""
 
     DEVICE = 0
     HOST = 1
@@ -75,7 +75,7 @@ def _no_name(extra_key: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class Naming:
-    """How blocks are named.
+    """The rule by which blocks are named.
 
     is_dynamo: a block's name depends on adapter and tenant; else on the tenant's salt only, and on the
         adapter's key where `lora_name` knows it. With adapters that it does not know, two blocks may then

@@ -82,7 +82,7 @@ def plain_key(tokens: list[int], extra_key: str | None, cache_salt: str | None) 
 
 
 class IntentApi:
-    """What the paths above answer. May be asked on any thread: `ask` brings it to the scheduler's."""
+    """Answers requests to the paths above. May be called on any thread: `ask` brings each to the scheduler's."""
 
     def __init__(self, ask: Ask, make_key: MakeKey = plain_key, encode: Encode | None = None):
         self._ask = ask
@@ -304,7 +304,7 @@ def _known(verbs: Any) -> str:
 def answers_of_request(
     given: Any, selector: Selector, submit: Callable[[Intent], Receipt]
 ) -> list[dict[str, Any]]:
-    """What becomes of the wishes in a field of a request, about the prompt that it was.
+    """Submit the wishes in a field of a request, about the request's own prompt, and return their answers.
 
     given: an object as of a body, without a selector, or a list of them.
 

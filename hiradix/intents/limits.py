@@ -1,4 +1,4 @@
-"""How much wishes may take: every cap on them is a number here, and a figure among the metrics."""
+"""The caps on wishes: each is a number here, and a figure among the metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What somebody wishes of the cache, and what becomes of it: records alone, which every face and planner shares.
+"""Records of wishes and their receipts, which all faces and planners share.
 
     Selector   whose pages, or which        a prefix, a session, a tenant, everything
     Intent     one wish about them          locate, hold, forget, bring
@@ -38,7 +38,7 @@ class BadIntent(CacheError, ValueError):
 
 
 class Verb(Enum):
-    """What is to be done with what is selected."""
+    """The operation that a wish asks for."""
 
     LOCATE = "locate"  # say how far it is there, in each tier
     HOLD = "hold"  # keep it in a tier until a time
@@ -47,7 +47,7 @@ class Verb(Enum):
 
 
 class SelectorKind(Enum):
-    """What a selector names."""
+    """The kinds of selector."""
 
     PREFIX = "prefix"
     SESSION = "session"
@@ -57,7 +57,7 @@ class SelectorKind(Enum):
 
 @dataclass(frozen=True, eq=False)
 class Selector:
-    """Which pages. Made by `prefix`, `session`, `tenant` and `everything`.
+    """The pages that a wish is about. Made by `prefix`, `session`, `tenant` and `everything`.
 
     key: of a prefix; one of no tokens is its whole namespace. name: of a session or a tenant, as
     `Namespace.tenant` names him. tenant: of a session, whose it is, likewise.
@@ -166,7 +166,7 @@ class Intent:
 
 
 class IntentState(Enum):
-    """How far a wish is. The last five are ends."""
+    """The progress of a wish. The last five are ends."""
 
     ACCEPTED = "accepted"  # it is applied with the next tick
     RUNNING = "running"  # pages are on their way, or in use by others
@@ -184,7 +184,7 @@ class IntentState(Enum):
 
 @dataclass(frozen=True)
 class Amount:
-    """So much: pages of tokens, tokens, and bytes of all components of them."""
+    """An amount of data: pages of tokens, tokens, and bytes of all components of them."""
 
     pages: int = 0
     tokens: int = 0
@@ -196,7 +196,7 @@ class Amount:
 
 @dataclass(frozen=True)
 class Found:
-    """How much of what was selected one tier has.
+    """The part of the selected pages that one tier has.
 
     tokens: of a prefix, its leading tokens that can be used from there, with what lies in the tiers above; of
     anything else, tokens that it has. by_component: pages that each component has there. is_known: False:
@@ -210,7 +210,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Receipt:
-    """What has become of a wish, as of the moment when it was asked for.
+    """The state of a wish at the moment when it was asked for.
 
     id: names it from here on; a second hold by the same owner of the same prefix in the same tier goes on under
     the first one's. total: what is to be done of what was asked; done: what is. clipped: why total is less than

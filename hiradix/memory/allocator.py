@@ -66,7 +66,8 @@ class PageAllocator:
         return pages
 
     def free(self, pages: npt.ArrayLike) -> None:
-        """Take pages back. Asserts, with the ids and before any change, that each is out and named once."""
+        """Take pages back. Raises Misuse, with the ids and before any change, unless each is handed out and
+        named once."""
         given = np.asarray(pages)
         if not ids.give(self._free, self._num_free, given, self._out):
             self._refuse(given)
@@ -90,7 +91,7 @@ class PageAllocator:
             raise Misuse(f"pages {wrong[:16]} of {self._span()} are not handed out")
 
     def is_out(self, pages: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-        """Which of these (own) pages are handed out."""
+        """A flag for each of these (own) pages: whether it is handed out."""
         return self._out[np.asarray(pages, np.int64)]
 
     def out_pages(self) -> Pages:
@@ -214,7 +215,8 @@ class ReqToTokenPool:
             self.free_slots.append(row)
 
     def write(self, indices: Any, values: torch.Tensor) -> None:
-        """req_to_token[indices] = values; `indices` is what a tensor takes, such as (row, slice(a, b))."""
+        """Set `req_to_token[indices]` to `values`; `indices` is any index a tensor takes, such as (row,
+        slice(a, b))."""
         self.req_to_token[indices] = values
 
 

@@ -68,7 +68,7 @@ class Choice:
     curves: tuple[Curve, ...]
 
     def best(self, num_pages: int, num_layers: int) -> int:
-        """Which candidate copies so many pages of so many layers soonest."""
+        """The index of the candidate that copies so many pages of so many layers fastest."""
         seconds = [curve.at(num_pages * num_layers / self.num_layers) for curve in self.curves]
         least = min(seconds)
         return next(i for i, own in enumerate(seconds) if own <= least * (1 + TIE))

@@ -1,4 +1,4 @@
-"""Which transport serves an `--hicache-io-backend` on a device."""
+"""Chooses the transport for an `--hicache-io-backend` on a device."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def make_transport(
 
 
 def _for_cuda(io_backend: str, device: torch.device, pools: tuple[Pool, HostPool] | None) -> Transport:
-    """Of what there is, best first, the first that works; for auto all that work."""
+    """The first transport that works, of those there are, best first; for auto all that work."""
     pieces = _copy_engines()
     direct = _direct(pieces)
     if io_backend == "direct":

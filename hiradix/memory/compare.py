@@ -150,8 +150,8 @@ def _of_model(shape: CacheShape, layers: Sequence[int]) -> list[tuple[int, list[
 
 @dataclass(frozen=True)
 class _Difference:
-    """Of an array, or of a part of one: the error of each layer, and the bias of the first. count: its numbers
-    in a layer."""
+    """The difference of one array, or of a part of one: the error of each layer, and the bias of the first.
+    count: numbers in a layer."""
 
     name: str
     errors: list[float]
@@ -207,6 +207,6 @@ def _relative(one: torch.Tensor, other: torch.Tensor) -> list[float]:
 
 
 def _bias(one: torch.Tensor, other: torch.Tensor) -> float:
-    """How much longer or shorter a row is than the other in the other's direction, as a share of it."""
+    """The difference in length of two rows along the direction of `other`, as a share of its length."""
     size = float(other @ other)
     return abs(float((one - other) @ other)) / size if 0 < size < math.inf else 0.0

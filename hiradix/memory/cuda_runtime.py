@@ -109,7 +109,7 @@ class CudaRuntime:
         return code
 
     def _version(self, call: str) -> int:
-        """Such as 12080 for 12.8; 0 where it does not say."""
+        """The version as a number, such as 12080 for 12.8; 0 if the call fails."""
         value = ctypes.c_int(0)
         return value.value if self._cleared(getattr(self._library, call)(ctypes.byref(value))) == 0 else 0
 

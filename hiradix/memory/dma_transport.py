@@ -89,7 +89,7 @@ def cut(plan: PlannedCopy, src_pages: PageIds, dst_pages: PageIds, layers: range
 
 
 def _addresses(side: Side, pages: PageIds, planes: slice) -> Addresses:
-    """Of every row, by plane, page, row."""
+    """The address of every row, by plane, page, row."""
     bases = np.array(side.bases[planes], np.int64)[:, None, None]
     at = np.asarray(pages, np.int64)[None, :, None] * side.page
     rows = np.arange(side.rows, dtype=np.int64)[None, None, :] * side.row

@@ -258,7 +258,7 @@ def _layers(kvcache: Any, page_size: int) -> list[_OfLayer]:
 
 
 def _layers_of_part(kvcache: Any, part: str, page_size: int) -> list[_OfLayer]:
-    """Those of a pool inside another, which may be of some of the model's layers."""
+    """The layers of a pool inside another, which may have only some of the model's layers."""
     own = {at: number for number, at in getattr(kvcache, _LAYERS_OF.get(part, ""), {}).items()}
     found = _layers(getattr(kvcache, part), page_size)
     return [replace(layer, number=own.get(layer.number, layer.number)) for layer in found]
@@ -284,7 +284,8 @@ def _require_parts(kvcache: Any) -> None:
 
 
 def layout_of(kvcache: Any) -> str:
-    """How the pool, or which one inside it, orders a page's bytes otherwise than slot after slot; "": none."""
+    """The page layout of the pool and of the pools inside it, as a suffix for names; "" if all are slot after
+    slot."""
     layout = getattr(kvcache, "kv_cache_layout", "nhd")
     inside = {name: layout_of(getattr(kvcache, name, None)) for name in _LAID_OUT if hasattr(kvcache, name)}
     own = "" if layout == "nhd" else f":{layout}"
@@ -370,8 +371,8 @@ def state_pool(states: Any) -> DevicePool:
 
 
 def _state_shape(num_layers: int, tail: torch.Tensor, temporal: torch.Tensor | None) -> StateShape:
-    """Of a layer's tails [slots, dim, width] and states [slots, ...], if any, with axes as they lie in memory:
-    what another machine keeps in another order has another name."""
+    """The shape of a layer's tails [slots, dim, width] and states [slots, ...], if any, with axes as they lie
+    in memory: a machine that keeps them in another order has another name."""
     dim, width = tail.shape[1:]
     if temporal is None:
         return StateShape(num_layers, dim, width, conv_dtype=tail.dtype)
@@ -381,7 +382,7 @@ def _state_shape(num_layers: int, tail: torch.Tensor, temporal: torch.Tensor | N
 
 
 def _state_spec(name: str, rows: torch.Tensor) -> ArraySpec:
-    """Of a layer's [slots, ...], with axes as they lie in memory."""
+    """The spec of a layer's [slots, ...], with axes as they lie in memory."""
     return ArraySpec(name, int(rows.shape[1]), rows[0, 0].numel(), rows.dtype, per_page=True)
 
 

@@ -55,7 +55,7 @@ class PageRun:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where everything is in a pool of `num_pages` pages made of one buffer of `num_bytes` bytes.
+    """The addresses of every array in a pool of `num_pages` pages that is one buffer of `num_bytes` bytes.
 
     array_shapes: tensor shape of each array; none where arrays interleave. joint: its arrays have one shape
     and follow each other, so that they are also one tensor with a leading dimension (SGLang's kv_buffer).

@@ -1,4 +1,4 @@
-"""Which CPUs are near a CUDA device: memory that they touch first lies on the device's NUMA node."""
+"""Finds the CPUs near a CUDA device: memory that they touch first lies on the device's NUMA node."""
 
 from __future__ import annotations
 

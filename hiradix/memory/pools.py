@@ -55,7 +55,7 @@ class Pool:
         return self.device.type == "cuda"
 
     def planes(self) -> tuple[Plane, ...]:
-        """Where every array lies, as addresses."""
+        """The address and strides of every array."""
         return self._planes
 
     def layer_views(self, array: int) -> list[torch.Tensor]:
@@ -122,7 +122,8 @@ class DevicePool(Pool):
 
     @classmethod
     def wrap_latent(cls, kv_buffers: Sequence[torch.Tensor], page_size: int, kv_lora_rank: int) -> DevicePool:
-        """As `wrap`, over MLA buffers [L] of [size + page_size, 1, C]."""
+        """Make a pool of MLA buffers, L of [size + page_size, 1, C] each; the caller keeps them, as with
+        `wrap`."""
         arrays = [list(kv_buffers)]
         check_foreign(arrays, page_size)
         latent = arrays[0][0]
@@ -170,7 +171,7 @@ class DevicePool(Pool):
         return self._arrays[0]
 
     def register_layer_transfer_counter(self, counter: LayerCounter | None) -> None:
-        """From now on the getters wait for `counter`; None takes it away."""
+        """Have the getters wait for `counter` from now on; None takes it away."""
         self._counter = counter
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:

@@ -203,7 +203,7 @@ class ScaledKVShape:
 
     @property
     def scales_per_page(self) -> int:
-        """Of one head."""
+        """The number of scales of one head in a page."""
         return self.page_size if self.scales == "token" else 1
 
     @property
@@ -272,7 +272,7 @@ def page_bytes(shape: CacheShape, page_size: int) -> int:
 
 
 def token_bytes(shape: CacheShape) -> int:
-    """Bytes of one token over all layers and arrays. Asserts that no array goes by pages."""
+    """Bytes of one token over all layers and arrays. Raises Misuse if an array goes by pages."""
     if any(array.per_page for array in shape.arrays):
         raise Misuse(f"{shape}: bytes per page, not per token")
     return page_bytes(shape, 1)

@@ -1,4 +1,4 @@
-"""How large the host pool is, and the refusal with the numbers when it cannot fit."""
+"""Sizes the host pools, and refuses, with the numbers, a size that cannot fit."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def size_host_pool(
 def size_host_pools(
     page_bytes: Sequence[int], device_pages: Sequence[int], config: HiCacheConfig, num_ranks: int = 1
 ) -> list[int]:
-    """Pages of several host pools that together are what `config` asks for, in the device pools' proportion.
+    """The page counts of several host pools that together have the size in `config`, in the proportion of the
+    device pools.
 
     page_bytes, device_pages: of each pool; the first, the backbone's, is what a ratio counts.
     """

@@ -32,7 +32,7 @@ _GATHER_BYTES = 32 << 20
 class Transport(Protocol):
     """The border to libraries that copy pages.
 
-    name: "torch", "triton" or "dma". note: why it was chosen, for the start-up line.
+    name: such as "torch", "triton" or "dma". note: why it was chosen, for the start-up line.
     """
 
     name: str
@@ -41,10 +41,12 @@ class Transport(Protocol):
     def copy_pages(
         self, src: Pool, dst: Pool, src_pages: PageIds, dst_pages: PageIds, layers: range | None = None, /
     ) -> None:
-        """dst page i becomes src page i, in `layers` (None: all) and all arrays. Nothing else is written.
+        """Copy page `src_pages[i]` to page `dst_pages[i]`, in `layers` (None: all) and all arrays. Nothing else
+        is written.
 
         With CUDA pools the copy is ordered on the current stream and may still run when this returns; the
-        page lists may be reused at once. Asserts on pages outside the pools and on pools of different shape.
+        page lists may be reused at once. Raises Misuse for pages outside the pools and for pools of different
+        shape.
         """
         ...
 
@@ -93,10 +95,12 @@ class PerPair(Generic[T]):
         return sum(len(by_dst) for by_dst in self._kept.values())
 
     def get(self, src: Pool, dst: Pool) -> T | None:
+        """The value of a pair, None if there is none."""
         by_dst = self._kept.get(src)
         return None if by_dst is None else by_dst.get(dst)
 
     def set(self, src: Pool, dst: Pool, value: T) -> None:
+        """Keep the value of a pair, in place of an earlier one."""
         self._kept.setdefault(src, WeakKeyDictionary())[dst] = value
 
     def of(self, src: Pool, dst: Pool, make: Callable[[Pool, Pool], T]) -> T:
@@ -111,7 +115,7 @@ class PerPair(Generic[T]):
 def checked_copy(src: Pool, dst: Pool, src_pages: PageIds, dst_pages: PageIds, layers: range | None) -> range:
     """The layers to copy, none where no page is named. Costs the pages.
 
-    Asserts that the pools hold the same bytes per page, and that the pages and layers exist.
+    Raises Misuse unless the pools hold the same bytes per page, and the pages and layers exist.
     """
     _check_pages(src, dst, src_pages, dst_pages)
     span = range(src.shape.num_layers) if layers is None else layers
@@ -151,8 +155,8 @@ def _view_pairs(src: Pool, dst: Pool, array: int, span: range) -> Iterator[Views
 def _copy_runs(source: torch.Tensor, target: torch.Tensor, runs: Sequence[Run]) -> None:
     """One copy per run."""
     dim = source.dim() - 4
-    for first, into, num_pages in runs:
-        target.narrow(dim, into, num_pages).copy_(source.narrow(dim, first, num_pages))
+    for src_page, dst_page, num_pages in runs:
+        target.narrow(dim, dst_page, num_pages).copy_(source.narrow(dim, src_page, num_pages))
 
 
 def _indices(pages: PageIds, device: torch.device) -> torch.Tensor:
@@ -160,19 +164,19 @@ def _indices(pages: PageIds, device: torch.device) -> torch.Tensor:
 
 
 def _copy_indexed(
-    source: torch.Tensor, target: torch.Tensor, froms: torch.Tensor, intos: torch.Tensor
+    source: torch.Tensor, target: torch.Tensor, src_pages: torch.Tensor, dst_pages: torch.Tensor
 ) -> None:
     """All pages of a layer by index, a temporary's worth at a time, moved as integers of the same size."""
     if source.dim() == 5:
         for layer in range(source.shape[0]):
-            _copy_indexed(source[layer], target[layer], froms, intos)
+            _copy_indexed(source[layer], target[layer], src_pages, dst_pages)
         return
     word = WORDS[source.dtype.itemsize]
-    words_in, words_out = source.view(word), target.view(word)
+    src_words, dst_words = source.view(word), target.view(word)
     step = max(1, _GATHER_BYTES // (source[0].numel() * source.dtype.itemsize))
-    for begin in range(0, len(froms), step):
-        taken = words_in.index_select(0, froms[begin : begin + step])
-        words_out.index_copy_(0, intos[begin : begin + step], taken)
+    for begin in range(0, len(src_pages), step):
+        taken = src_words.index_select(0, src_pages[begin : begin + step])
+        dst_words.index_copy_(0, dst_pages[begin : begin + step], taken)
 
 
 def _runs(src: tuple[Pool, PageIds], dst: tuple[Pool, PageIds]) -> list[Run]:

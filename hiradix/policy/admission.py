@@ -1,4 +1,5 @@
-"""Which waiting request is served next, and which session may enter a cache that does not hold all of them.
+"""Decides which waiting request is served next, and which session may enter a cache that does not hold all of
+them.
 
     fcfs     first come, first served
     lpm      longest prefix match: whoever has the least seconds to its first token, a prefill under way first
@@ -57,7 +58,8 @@ class WaitingRequest:
 
 
 class Returns:
-    """When sessions come back, by why the answer before ended: counted in bins of doubled seconds.
+    """The distribution of the times after which sessions come back, by why the answer before ended: counts in
+    bins of doubled seconds.
 
     Before anything is known each bin is as likely as another. Counts halve when a class has seen 4096.
     """
@@ -86,7 +88,7 @@ class Returns:
         return total / weight - idle_s
 
     def _tails_of(self, stop: str) -> list[tuple[float, float]]:
-        """From each bin on: how many came back, and after how many seconds together."""
+        """For each bin, the number of sessions that came back in it or later, and their seconds added up."""
         tails = self._tails.get(stop)
         if tails is None:
             counts = self._counts.get(stop, [1.0] * len(self.MIDS_S))
@@ -117,24 +119,24 @@ class AdmissionPolicy:
         self.waiting: dict[str, WaitingRequest] = {}  # in order of arrival
 
     def add(self, request: WaitingRequest) -> None:
-        """It waits from now on. Misuse where one of its id does already."""
+        """Add a request to those that wait. Misuse if one of its id does already."""
         if request.rid in self.waiting:
             raise Misuse(f"{request.rid} waits already")
         self.waiting[request.rid] = request
 
     def start(self, rid: str, now_s: float) -> None:
-        """Its prefill begins; it has its pages."""
+        """Note that a request's prefill begins: it has its pages."""
         self.waiting[rid].has_started = True
 
     def computed(self, rid: str, served_s: float) -> None:
-        """Its first token is there, after `served_s` seconds of service."""
+        """Remove a request whose first token is there, after `served_s` seconds of service."""
         del self.waiting[rid]
 
     def end(self, session: str, now_s: float, stop: str = "") -> None:
         """An answer of `session` is whole; `stop` says why it ended."""
 
     def remove(self, rid: str, now_s: float) -> None:
-        """It waits no longer and will have no first token."""
+        """Remove a request that will have no first token."""
         del self.waiting[rid]
 
     def forget(self, session: str) -> None:
@@ -168,7 +170,7 @@ class LongestPrefixMatch(AdmissionPolicy):
     reads_prices = True
 
     def order(self, now_s: float, prices: Mapping[str, float]) -> list[str]:
-        """By price; of equal ones the first come."""
+        """The ids by price, prefills under way first; at equal prices in order of arrival."""
         ready = (r for r in self.waiting.values() if r.rid in prices)
         found = sorted(ready, key=lambda r: (not r.has_started, prices[r.rid]))
         return [request.rid for request in found]
@@ -195,7 +197,7 @@ class _Session:
 
     @property
     def round_ticks(self) -> int:
-        """Its part of its tenant's round."""
+        """Its part of its tenant's round, in ticks."""
         return _ticks(self.cold_price_s) * max(self.num_active, 1)
 
 
@@ -228,8 +230,9 @@ class _Service:
 
 @dataclass(slots=True)
 class _Tenant:
-    """What is known of one that has sessions. waiting: its requests, in order of arrival; work_ticks: their cold
-    prices. round_ticks: to compute each of its sessions once from nothing."""
+    """The waiting requests and sums of one tenant that has sessions. waiting: in order of arrival;
+    work_ticks: their cold prices, added up; round_ticks: the time to compute each of its sessions once from
+    nothing."""
 
     shadow: FirstComeShadow
     waiting: OrderedDict[str, WaitingRequest] = field(default_factory=OrderedDict)
@@ -240,7 +243,7 @@ class _Tenant:
 
     @property
     def latest_s(self) -> float:
-        """When the last of its requests is due: no other is due later."""
+        """The latest due time of its requests."""
         return next(reversed(self.waiting.values())).deadline_s if self.waiting else -_NEVER_S
 
 
@@ -360,7 +363,8 @@ class CachedAdmission(AdmissionPolicy):
         return self._num_known <= self.capacity
 
     def _date(self, now_s: float, prices: Mapping[str, float]) -> None:
-        """Where all fits nothing is lost: requests that have just come are due by what they cost there."""
+        """Give requests that have just been priced their due times. If all sessions fit, first come, first
+        served would serve them after the work ahead of them: they are due by then."""
         if not any(not r.is_dated and r.rid in prices for r in self.waiting.values()):
             return
         work_s, latest_s = dict[str, float](), dict[str, float]()  # by tenant, of those that came earlier
@@ -402,7 +406,7 @@ class CachedAdmission(AdmissionPolicy):
         self._service.add(request.tenant, served_s)
 
     def _taken(self, rid: str) -> WaitingRequest:
-        """It waits no longer."""
+        """Remove a request from those that wait, and return it."""
         request = self.waiting.pop(rid)
         own = self._tenants[request.tenant]
         del own.waiting[rid]
@@ -512,8 +516,8 @@ class CachedAdmission(AdmissionPolicy):
     def _with_due(
         self, chosen: list[str], due: list[WaitingRequest], best: list[WaitingRequest]
     ) -> list[str]:
-        """Behind those chosen the one due first. If that has no room, only prefills under way go on, so that
-        nobody takes what is given back before it."""
+        """`chosen`, and behind them the request that is due first. Behind that only prefills under way go on,
+        so that nobody takes the room that is given back before it."""
         taken = set(chosen)
         first = next(r for r in due if r.rid not in taken)
         taken.add(first.rid)
@@ -523,9 +527,9 @@ class CachedAdmission(AdmissionPolicy):
     def _slack(
         self, due: list[WaitingRequest], now_s: float, prices: Mapping[str, float]
     ) -> tuple[dict[str, float], float]:
-        """By request, the seconds that may go to it before one that is due earlier is late; and those until
-        any is. Whoever is not in counts with its cold price, as what is left of its prefix may be evicted.
-        """
+        """By request, the seconds that may be spent on it before a request with an earlier due time is late;
+        and the seconds until any is. A request that is not in counts with its cold price, as the rest of its
+        prefix may be evicted."""
         found: dict[str, float] = {}
         at_s, least_s = now_s, _NEVER_S
         for request in due:
@@ -584,7 +588,8 @@ class CachedAdmission(AdmissionPolicy):
         return leaving
 
     def _far_s(self, request: WaitingRequest) -> float:
-        """Beside other tenants no share: what a tenant computes anew to let its own in and out delays them."""
+        """Seconds of absence from which a session counts as far. With several tenants no share of the
+        request's wait counts: what one tenant recomputes to let its own in and out delays the others."""
         if len(self._tenants) > 1:
             return FAR_S
         return min(FAR_S, FAR_SHARE * self._longest_s(request))

@@ -18,7 +18,7 @@ PRICE_SHARE = 0.02  # of it, for asking prices again
 
 
 def session_name(tenant: str, session: str, adapter: str | None = None) -> str:
-    """What a client's session is called here: two tenants never have one name, nor two adapters."""
+    """The name here of a client's session: unique across tenants and adapters."""
     return json.dumps([tenant, adapter, session])
 
 
@@ -54,7 +54,7 @@ class _Pace:
 
 @dataclass(slots=True)
 class _Mean:
-    """Of answers' lengths, in tokens."""
+    """A running mean of answers' lengths, in tokens."""
 
     tokens: float = ANSWER_TOKENS
 
@@ -160,8 +160,8 @@ class AdmissionController:
         return self._continuations.session_of(_own(tenant, names), fresh, self._active)
 
     def start(self, rid: str, price_s: float | None = None) -> None:
-        """It was given its pages; may be told again, as after a preemption. price_s: of what it found; None:
-        as it was last asked."""
+        """Note that a request was given its pages; may be called again, as after a preemption. price_s: of
+        what it found; None: as it was last asked."""
         request = self._requests[rid]
         if price_s is not None:
             request.price_s = price_s
@@ -181,7 +181,7 @@ class AdmissionController:
             self._ordered_s = None
 
     def first_token(self, rid: str) -> None:
-        """Its first token is there; told of others it does nothing."""
+        """Note that a request has its first token; for requests that do not wait for one it does nothing."""
         if rid not in self._unanswered:
             return
         del self._unanswered[rid]
@@ -193,7 +193,8 @@ class AdmissionController:
         self._ordered_s = None
 
     def end(self, rid: str, stop: str, answer_tokens: int) -> None:
-        """It is over; `stop` says why its answer ended. If it has no first token it is removed."""
+        """Forget a request that is over; `stop` says why its answer ended. Without a first token it is
+        removed from those that wait."""
         session = self._requests.pop(rid).session
         self._ordered_s = None
         self._unanswered.pop(rid, None)
@@ -262,14 +263,14 @@ class AdmissionController:
         return order
 
     def held(self, order: Collection[str]) -> list[str]:
-        """Those that wait and are not in it, by the price that was last asked."""
+        """The waiting requests that are not in `order`, by the price that was last asked."""
         taken, dearest_s = set(order), float("inf")
         held = [rid for rid in self.policy.waiting if rid not in taken]
         prices = {rid: self._requests[rid].price_s for rid in held}
         return sorted(held, key=lambda rid: dearest_s if (price_s := prices[rid]) is None else price_s)
 
     def _prices(self) -> dict[str, float]:
-        """Of all that wait."""
+        """The prices of all that wait, by id."""
         begin_s, prices, pace = self._clock(), dict[str, float](), self._pace.factor
         is_due = begin_s >= self._price_again_s
         for rid in self.policy.waiting:

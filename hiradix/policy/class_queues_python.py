@@ -62,7 +62,7 @@ class ClassQueue:
         return True
 
     def _place_of(self, used: int, depth: int) -> int:
-        """Where one belongs that comes now: behind all that are alike."""
+        """The index at which a new leaf is inserted: behind all that are alike."""
         begin = bisect_left(self._used, used, self._begin)
         end = bisect_right(self._used, used, begin)
         if begin == end or self._places[end - 1].depth <= depth:
@@ -284,5 +284,5 @@ def _bucket_of(age: int) -> int:
 
 
 def _leaves(used: int, bucket: int) -> int:
-    """When a leaf leaves the bucket it is in."""
+    """The time at which a leaf leaves the age bucket that it is in."""
     return used + EDGE_LIST[bucket + 1] if bucket < BUCKETS - 1 else NEVER

@@ -42,7 +42,7 @@ class ClassRanks:
         return found
 
     def entries(self, bucket: int) -> list[int]:
-        """Where a leaf comes, as it grows older, to an age that goes before `bucket`; youngest first."""
+        """The age buckets in which a leaf, growing older, comes to rank before `bucket`; youngest first."""
         found = self._entries.get(bucket)
         if found is None:
             index, least = self.index, self.index[bucket]

@@ -1,4 +1,4 @@
-"""Which session a prompt continues where its client does not say: told by the prefix they share."""
+"""Finds the session that a prompt continues, by their common prefix, where the client does not name it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What has happened to segments, as votes in GHD's tables.
+"""Counts uses of segments as votes in GHD's tables.
 
 Two forms with the same results to the last bit: `counting_numpy`, and `_counting.c`, which `make compiled`
 builds and which takes its place where it is found.

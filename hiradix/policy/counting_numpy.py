@@ -77,5 +77,6 @@ def _add(table: Floats, class_id: Ints, begin: Ints, end: Ints, votes: Floats) -
 
 
 def _counted(low: Ints, row: Ints) -> Ints:
-    """How many buckets each row has left already. low: per bucket, the first that has not; they fall."""
+    """The number of buckets that each row has left. low: per bucket, the first row that has not left it;
+    descending."""
     return np.searchsorted(-low, -row)

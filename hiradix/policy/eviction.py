@@ -171,9 +171,9 @@ def _slru(config: Mapping[str, Any], context: OrderContext) -> KeyOf:
 
 
 def _tlru(config: Mapping[str, Any], context: OrderContext) -> KeyOf:
-    """What costs little to lose goes first: a conversation whose next turn, of about `next_prompt_estimate`
-    tokens, would recompute no more than `threshold` tokens with this node gone and all behind it.
-    """
+    """Evict first the nodes that cost little to lose: the next turn of the conversation, of about
+    `next_prompt_estimate` tokens, would recompute at most `threshold` tokens without this node and all below
+    it."""
     threshold = _count("tlru", config, "threshold", 1024)
     estimate = _count("tlru", config, "next_prompt_estimate", 256)
     if threshold <= estimate:
@@ -312,12 +312,14 @@ def eviction_policies() -> list[str]:
 
 
 def learning_policies() -> list[str]:
-    """Those that learn; all of them take `page_tokens`, the tokens that a page stands for."""
+    """The names of the policies that learn; all of them take `page_tokens`, the tokens that a page stands
+    for."""
     return list(_LEARNING)
 
 
 def make_order(name: str, config: Mapping[str, Any] | None = None) -> OrderFactory:
-    """What `RadixTree(order=...)` builds the named policy's orders with. ConfigError names a bad value.
+    """The factory with which `RadixTree(order=...)` builds the named policy's orders. ConfigError names a bad
+    value.
 
     >>> make_order("slru", {"protected_threshold": 3})(OrderContext(FULL, Tier.HOST, 64, True)).num_pages
     0

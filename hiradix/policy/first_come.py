@@ -1,4 +1,5 @@
-"""What first come, first served would make sessions wait: a shadow of it beside the server that orders them."""
+"""A shadow queue: the waits that first come, first served would give to sessions, beside the server that
+orders them otherwise."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ class FirstComeShadow:
         self._run(now_s)
 
     def remove(self, name: str) -> None:
-        """What the session asks is taken back."""
+        """Withdraw the request that the session has in the queue, if any."""
         session = self._sessions.get(name)
         if session is not None and session.arrived_s is not None:
             session.arrived_s = session.next_gap_s = None
@@ -89,7 +90,7 @@ class FirstComeShadow:
         return max(longest_s, self._ahead[0][1]) if self._ahead else longest_s
 
     def _look_ahead(self) -> None:
-        """How long those in the queue will have waited, as things stand; the void are taken out of it."""
+        """Compute the waits of all in the queue as things stand, and take void entries out of it."""
         queue, self._queue = self._queue, deque()
         self._ahead.clear()
         self._is_known = True

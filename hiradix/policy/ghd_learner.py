@@ -1,4 +1,4 @@
-"""What GHD learns from requests that have ended, and which class it puts their pages into."""
+"""Learns for GHD from requests that have ended, and puts their pages into classes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ANSWER: Final = [min(max(bits - 1, 0), 10) // 2 for bits in range(64)]
 
 
 class GhdLearner(UseLog):
-    """What all tiers' orders share: the tables, the clock, the ghosts. Scheduler thread only."""
+    """The state shared by the orders of all tiers: tables, clock and ghosts. Scheduler thread only."""
 
     def __init__(self, page_size: int, page_tokens: int):
         super().__init__(page_size, page_tokens)
@@ -51,7 +51,8 @@ class GhdLearner(UseLog):
     # -- time -------------------------------------------------------------------------------
 
     def passes(self, talk: int, request: Finished) -> int:
-        """Where it is known why answers end, equally much for each conversation at work: the time of its own."""
+        """The ticks by which a request moves the clock on: an equal share of a round for each conversation at
+        work, if the request says why its answer ended; else its tokens."""
         if request.stop not in STOPS:
             return request.prompt_tokens + request.output_tokens
         at_work, recent = self._at_work, self._recent
@@ -115,7 +116,7 @@ class GhdLearner(UseLog):
         self.segments.use(note.segment, gap, num_pages)
 
     def was_noted(self, notes: list[LastUse]) -> None:
-        """Of a request's pages all that are in a class have one vote."""
+        """Count the notes of one request: all of its pages that are in a class have one vote."""
         count = len(notes)
         for i in range(count):
             note = notes[i]

@@ -77,7 +77,7 @@ class GhdOrder:
         self.num_pages = self._members.num_pages
 
     def touched(self, entries: Iterable[Residency]) -> None:
-        """As `remove` and `push` of them, but that a place stands for as long as its note does."""
+        """Move entries as `remove` and `push` would, but an entry keeps its place as long as its note stands."""
         if not self._covers:
             for entry in entries:
                 self._came(entry)
@@ -221,7 +221,7 @@ class GhdOrder:
         return self.peek()
 
     def peek(self) -> Residency | None:
-        """As `coldest`, by what has been counted so far."""
+        """The next victim by what has been counted so far: `coldest` without learning."""
         entry = self._best(None)
         return None if self.limit != INFINITE and self._queues.rank >= self.limit else entry
 

@@ -1,5 +1,5 @@
-"""What keeping data is worth (its Gittins index), from how likely its next use is at each age; and that, from
-what was seen of its class.
+"""The value of keeping data (its Gittins index) from the hazard of its next use at each age, and that hazard
+from the uses seen of its class.
 
 Two forms with the same results to the last bit: `gittins_numpy`, and `_gittins.c`, which `make compiled`
 builds and which takes its place where it is found.

@@ -50,7 +50,7 @@ def hazard_of(votes: Floats, parents: Ints, curves: Ints, levels: Ints) -> Float
 
 
 def _think_times(hazard: Floats) -> tuple[Floats, Floats]:
-    """Of what comes back, the share that does in each bucket; and how much does."""
+    """The distribution over the buckets of the data that comes back, and the share that does."""
     alive = np.ones((len(hazard), BUCKETS + 1))
     np.cumprod(1 - hazard, 1, out=alive[:, 1:])
     reuse, times = 1 - alive[:, -1], alive[:, :-1] * hazard

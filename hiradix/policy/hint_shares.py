@@ -1,4 +1,4 @@
-"""How much of what tenants say is heard: who says of everything that it will be used again says nothing."""
+"""Weights the hints of tenants by their share: a tenant that hints at reuse of everything tells nothing."""
 
 from __future__ import annotations
 

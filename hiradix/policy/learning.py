@@ -1,4 +1,4 @@
-"""What policies that learn have in common: one log of uses for all orders of a cache."""
+"""The base of policies that learn: one log of uses for all orders of a cache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LearningPolicy(Protocol):
 
 
 def learner_of(factory: OrderFactory) -> UseLog | None:
-    """What a tree's order factory learns from requests that have ended; None: it does not."""
+    """The log of uses that a tree's order factory learns from; None if it does not learn."""
     return factory.learner if isinstance(factory, LearningPolicy) else None
 
 

@@ -39,7 +39,7 @@ Source = Callable[[], float]
 
 
 class GatedTransfer(Enum):
-    """What may be refused."""
+    """The kinds of transfer that the gate may refuse."""
 
     LOAD = "load"  # host to device
     FETCH = "fetch"  # storage to host
@@ -161,7 +161,7 @@ class _Calls:
         self._took_s.clear()
 
     def failed_before(self, troubles: tuple[int, int, int], seconds: float) -> list[float] | None:
-        """How long those before a call took, if it has not failed itself; None if it has."""
+        """The seconds of the failed calls before this one, if this one has not failed; None if it has."""
         before, self._num_failed = self._num_failed, troubles[self._place]
         if before != self._num_failed:
             self._took_s = [*self._took_s[1 - MOST_OWED :], seconds]
@@ -283,8 +283,8 @@ class NoRegret:
         return self._moved[GatedTransfer.FETCH].fixed_s() + self._waste_s
 
     def _failed_before(self, calls: _Calls, seconds: float) -> list[float] | None:
-        """Of calls in a row that failed before one that has not, how long they took. None: it has failed, or
-        says nothing of what storage costs now."""
+        """The seconds of the calls in a row that failed before this one, which did not. None: it has failed,
+        or what storage costs has changed."""
         troubles = self._troubles()
         if troubles[0] != self._num_changes:
             self._num_changes, self._waste_s = troubles[0], 0.0
@@ -316,13 +316,14 @@ class NoRegret:
         return False
 
     def computing_s(self, num_pages: float) -> float:
-        """What computing is predicted to take beside a forward's fixed part, of agreed numbers; 0 if nothing
-        is known."""
+        """Predicted seconds to compute so many pages, without a forward's fixed part, from numbers that all
+        ranks agree on; 0 if nothing is known."""
         speed = self._computing()
         return num_pages / speed if speed > 0 else 0.0
 
     def predicted_s(self, move: GatedTransfer, num_pages: int) -> float:
-        """What a transfer is predicted to take, of agreed numbers; 0 if nothing is known."""
+        """Predicted seconds of a transfer of so many pages, from numbers that all ranks agree on; 0 if
+        nothing is known."""
         speed = self._speed[move]()
         return (num_pages / speed if speed > 0 else 0.0) - self._lead[move]()
 

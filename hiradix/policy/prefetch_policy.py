@@ -1,4 +1,5 @@
-"""When storage is asked for a prompt's pages, and how long its request waits: numbers in, decisions out.
+"""Decides when storage is asked for a prompt's pages, and how long its request waits: numbers in, decisions
+out.
 
 No clock in here: the caller measures and passes seconds.
 """

@@ -1,4 +1,4 @@
-"""What a request costs until its first token, from what its prompt finds in which tier."""
+"""Prices a request: the seconds until its first token, from what each tier has of its prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How many tokens sessions would leave to one that waits, without a look at each for each that does."""
+"""Sums of the tokens that sessions would leave to a waiting one, kept so that no request looks at every
+session."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ class Rooms:
         return found
 
     def _sums_of(self, far_s: float, num_tenants: int) -> tuple[int, int]:
-        """What leaves for a tenant with less than its share, and for one with more, but for what is its own."""
+        """Tokens that leave for a tenant that stays within its share; and for one above its share, those of
+        far sessions of tenants above theirs."""
         found = self._sums.get((far_s, num_tenants))
         if found is None:
             far, share = self._far_by_tenant(far_s), self._capacity / num_tenants

@@ -53,14 +53,14 @@ class Segments:
         return number - 1
 
     def use(self, number: int, age: int, num_pages: int) -> None:
-        """So many pages of a segment were used again, `age` tokens after the last time."""
+        """Count a use of so many pages of a segment, `age` tokens after the last one."""
         used = self._used
         used.append(number)
         used.append(age)
         used.append(num_pages)
 
     def forget(self, number: int, num_pages: int) -> None:
-        """So many of its pages are not known any more: nobody would see their next use."""
+        """Count so many pages of a segment as unknown from now on: nobody would see their next use."""
         self._gone += (number, num_pages)
         if len(self._gone) >= self._may_wait:
             self._drop_pages()

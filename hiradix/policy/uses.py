@@ -30,7 +30,7 @@ def known_hint(hint: str) -> str:
 
 @mypyc_attr(acyclic=True)
 class Finished:
-    """What is known of a request when it ends.
+    """A request at its end, as policies learn from it.
 
     hint: one of `HINTS`, or None. session: the client's name of the session it belongs to; stop: why its answer
     ended, of `STOPS`; both "" where nobody knows, and other text counts as unknown. ValueError for other hints,
@@ -117,7 +117,8 @@ class UseLog:
     shared_from = 0  # visits from which on `class_of` is asked; what fewer came by is in the request's own
 
     def passes(self, talk: int, request: Finished) -> int:
-        """How far a request of conversation number `talk` moves the clock on: at least 0."""
+        """The number of ticks, at least 0, by which a request of conversation number `talk` moves the clock
+        on."""
         return request.prompt_tokens + request.output_tokens
 
     def own_class(
@@ -145,7 +146,8 @@ class UseLog:
         """Somebody is about to choose who leaves."""
 
     def make_way(self, tier: Tier, node: Node | None) -> None:
-        """What leaves `tier` from here on is to be worth less than `node`; None: whatever it is worth."""
+        """Say that evictions from `tier` from here on are for `node`, so that only pages worth less may
+        leave; None ends this."""
 
     # -- a request ends ---------------------------------------------------------------------
 
@@ -311,7 +313,7 @@ class UseLog:
 
 
 class SecondUse(UseLog):
-    """Class 1 is what was used before, cached or a ghost."""
+    """Two classes: 1 for nodes that were used before, cached or as ghosts; 0 for all others."""
 
     def class_of(self, own: int, visits: int, gap: int | None) -> int:
         return int(gap is not None)

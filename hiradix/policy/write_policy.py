@@ -1,4 +1,4 @@
-"""When a page run is copied from the device to the host: numbers in, decisions out."""
+"""Decides when a run of pages is copied from the device to the host: numbers in, decisions out."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def build_hybrid_cache(
     model: ModelIdentity,
     runtime: Runtime | None = None,
 ) -> PrefixCache:
-    """As `build_prefix_cache` for models that mix kinds of layers.
+    """Build the cache of a model that mixes kinds of layers; otherwise like `build_prefix_cache`.
 
     pools: those behind `params.token_to_kv_pool_allocator`, and with recurrent states `params.state_records`.
     """

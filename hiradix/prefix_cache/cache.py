@@ -168,7 +168,7 @@ class PrefixCache:
         return found._replace(mamba_branching_seqlen=known * self.page_size)
 
     def find_prefix(self, key: RadixKey) -> FoundPrefix:
-        """What `match_prefix` would find, in tokens by tier: a walk of the tree, no slots."""
+        """The lengths that `match_prefix` would find, in tokens by tier: a walk of the tree, no slots."""
         key = self._view(key)
         if self.disable or len(key) < self.page_size:
             return FoundPrefix(0, 0, self.tree.root)
@@ -185,7 +185,7 @@ class PrefixCache:
         return self.device_slots(node)
 
     def get_height(self, node: Node) -> int:
-        """How many nodes the path to `node` has; 0 for the root. O(path)."""
+        """The number of nodes on the path to `node`; 0 for the root. O(path)."""
         height, at = 0, node
         while at.parent is not None:
             height, at = height + 1, at.parent
@@ -305,7 +305,7 @@ class PrefixCache:
         return pages
 
     def _inserted(self, known: int, lock: Lock, mamba_exist: bool = False) -> InsertResult:
-        """What an insert came to, whose lock is given back here."""
+        """Give the lock of an insert back, and return the insert's result."""
         self.tree.unlock(lock)
         node = self.tree.current(lock.node) or self.tree.root  # it may have been merged
         window, at = 0, node
@@ -409,7 +409,7 @@ class PrefixCache:
         return beside.evicted((dropped[BACKBONE] - full) * self.page_size, dropped[BESIDE] - other)
 
     def find_again(self, node: Node) -> Node:
-        """Where what is left on the device of the path to `node` ends, which was found earlier."""
+        """The deepest node on the path to `node`, which was found earlier, that is still on the device."""
         return self.tree.root if self.tree.current(node) is None else self.cache.match_again(node).device_node
 
     def drop_tail(self, node: Node, num_tokens: SupportsIndex, kept: Container[Node] = ()) -> int:
@@ -553,7 +553,7 @@ class PrefixCache:
 
     @property
     def controller(self) -> HiCacheController:
-        """What moves pages between the tiers."""
+        """The controller that moves pages between the tiers. Raises NoTier without a host tier."""
         controller = self.cache.controller
         if controller is None:
             raise NoTier(f"{type(self).__name__} has no host tier, and so no controller")
@@ -561,7 +561,7 @@ class PrefixCache:
 
     @property
     def cache_controller(self) -> HiCacheController | None:
-        """What moves pages between the tiers, as SGLang calls it; None without a host tier."""
+        """The controller that moves pages between the tiers, under SGLang's name; None without a host tier."""
         return self.cache.controller
 
     @property
@@ -749,7 +749,7 @@ class PrefixCache:
     # -- explanations -------------------------------------------------------------------
 
     def explain(self, req: RequestLike, hit: Hit, refused: SupportsIndex = 0) -> Explanation | None:
-        """Where each token of a request's prompt comes from, as it is admitted; None where nothing is remembered
+        """The source of each token of a request's prompt, as it is admitted; None where nothing is remembered
         (`CacheInitParams.explain_names`).
 
         hit: what it has. refused: so many tokens behind the device's that the host has were not loaded.
@@ -855,8 +855,8 @@ class PrefixCache:
     def locate(
         self, selector: Selector, tiers: Sequence[str] = ("device", "host"), asked_by: str = OPERATOR
     ) -> Receipt:
-        """How far it is there, in each tier, without counting a use: answered at once by `Receipt.found`, but
-        for storage, which a job asks."""
+        """Look up how far a selection is present in each tier, without counting a use. `Receipt.found` has
+        the answer at once, but for storage, which a job asks."""
         return self.submit(Intent(Verb.LOCATE, selector, tuple(tiers), asked_by=asked_by))
 
     def hold(
@@ -914,7 +914,7 @@ class PrefixCache:
         return self.cache.intents.cancel(index(intent_id), asked_by)
 
     def intent(self, intent_id: SupportsIndex) -> Receipt | None:
-        """What has become of a wish by now; None for one that is not known any more."""
+        """The receipt of a wish as of now; None for one that is not known any more."""
         return self.cache.intents.receipt(index(intent_id))
 
     def intents(self, asked_by: str | None = None) -> list[Receipt]:
@@ -922,7 +922,8 @@ class PrefixCache:
         return self.cache.intents.receipts(asked_by)
 
     def tenants(self) -> list[TenantUse]:
-        """What each tenant has, in all tiers, those with the most bytes first. O(nodes of the tree)."""
+        """The pages and bytes of each tenant in all tiers, those with the most bytes first. O(nodes of the
+        tree)."""
         used = self.cache.intents.tenants()
         if self._attached is None or self._attached.storage is None:
             return used
@@ -1017,7 +1018,8 @@ class PrefixCache:
         print(self.tree.render())
 
     def available_and_evictable_str(self) -> str:
-        """For an out-of-memory message: a line, or two with sliding windows."""
+        """The free and evictable tokens as text for an out-of-memory message: a line, or two with sliding
+        windows."""
         allocator, evictable = self.token_to_kv_pool_allocator, self.full_evictable_size()
         if self._beside is None:
             return tokens_str(allocator, evictable)
@@ -1062,7 +1064,7 @@ class PrefixCache:
             self._attached.close()
 
     def shutdown(self) -> None:
-        """As `close`. What is in storage stays there."""
+        """Close the cache: another name of `close`. What is in storage stays there."""
         self.close()
 
 
@@ -1077,7 +1079,7 @@ def _priority_of(req: Any) -> int:
 
 
 def _ended(req: RequestLike) -> Finished:
-    """What the eviction policy may learn from a request that has ended."""
+    """The lengths and hints of a finished request, for the eviction policy to learn from."""
     hint = getattr(req, "session_hint", None)
     session, stop = getattr(req, "session_name", ""), getattr(req, "session_stop", "")
     return Finished(len(req.origin_input_ids), len(req.output_ids), hint, session, stop)

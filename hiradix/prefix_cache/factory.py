@@ -99,7 +99,8 @@ def hybrid_tiers(
     model: ModelIdentity,
     runtime: Runtime | None = None,
 ) -> LowerTiers:
-    """As `lower_tiers` for models that mix kinds of layers: two host pools."""
+    """Build the lower tiers of a model that mixes kinds of layers: two host pools; otherwise like
+    `lower_tiers`."""
     name = component_name(params.sliding_window_size) if params.state_records is None else STATE_NAME
     hosts = _hybrid_hosts(config, pools, _ranks_on_host(params, model))
     pairs = [
@@ -145,7 +146,8 @@ def _trust(
 def _witness(
     params: CacheInitParams, controller: HiCacheController, hosts: Sequence[HostPool]
 ) -> Witness | None:
-    """What the engine has computed to be compared, as the host pools have it. Before anything is in these."""
+    """The pages that the engine computed for comparison with storage, as bytes of the host pools. Call before
+    anything is in these."""
     computed = params.witness
     if computed is None:
         return None

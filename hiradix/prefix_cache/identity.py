@@ -1,4 +1,5 @@
-"""Which model's pages these are: what an engine says of its weights, and the fingerprint storage keeps."""
+"""Names the model that pages belong to: from the engine's account of its weights, to the fingerprint in
+storage."""
 
 from __future__ import annotations
 

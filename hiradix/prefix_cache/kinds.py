@@ -55,7 +55,8 @@ class AttentionKind:
 
     @abstractmethod
     def given(self, full: Pages, record: int | None) -> tuple[Pages, Pages]:
-        """What enters the tree with these full pages; and what lies before a gap in it, as long as it does.
+        """The further component's pages that enter the tree with these full pages; and those before a gap in
+        them.
 
         The latter, 0 for none, is freed after the insert as far as the tree does not hold it.
         """
@@ -68,19 +69,20 @@ class AttentionKind:
         """Free what came with an insert that is refused, beside the full pages."""
 
     def forget(self, full: Pages) -> None:
-        """That nothing lies beside these full pages any more, as it has been freed."""
+        """Forget the pages beside these full pages, as they have been freed."""
 
     @abstractmethod
     def num_asked(self, params: EvictParams) -> int:
-        """Its pages that an eviction asks for."""
+        """The number of this component's pages that an eviction asks for."""
 
     @abstractmethod
     def evicted(self, num_tokens: int, num_pages: int) -> EvictResult:
-        """That so many tokens of full attention and so many of its pages are evicted."""
+        """The result of an eviction of so many tokens of full attention and so many further pages."""
 
     @abstractmethod
     def available_and_evictable_str(self, allocator: SlotAllocatorLike, evictable: int, own: int) -> str:
-        """For an out-of-memory message. evictable: tokens of full attention; own: its tokens or records."""
+        """The free and evictable amounts as text for an out-of-memory message. evictable: tokens of full
+        attention; own: this component's tokens or records."""
 
 
 class SlidingWindows(AttentionKind):

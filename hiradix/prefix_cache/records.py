@@ -54,7 +54,7 @@ class ReqToTokenPoolLike(Protocol):
 
 
 class RequestLike(Protocol):
-    """What the cache reads and writes on an engine's request.
+    """The attributes of an engine's request that the cache reads and writes.
 
     Its lock's receipt, what `inc_lock_ref` gave, may be kept in `swa_uuid_for_lock`, as upstream has it with
     windows; a request without one holds a lock that is given back by its `last_node`.
@@ -100,8 +100,8 @@ class ComputedPages:
 
 @dataclass
 class CacheInitParams:
-    """How a prefix cache sits in an engine: SGLang 0.5.9's fields, and by keyword our own. The caches also
-    take SGLang's own records of this name, see `cache_params`.
+    """The arguments of a prefix cache in an engine: SGLang 0.5.9's fields, and by keyword our own. The caches
+    also take SGLang's own records of this name, see `cache_params`.
 
     disable: no reuse at all; requests only keep and free their own slots.
     tp_cache_group: the torch process group of the ranks, `agree` over which is made where that is None.
@@ -170,7 +170,7 @@ class MatchResult(NamedTuple):
 
     @property
     def best_match_node(self) -> Node:
-        """Where a load back would end, as SGLang 0.5.23 calls it."""
+        """The node at which a load back would end, under SGLang 0.5.23's name."""
         return self.last_host_node
 
 

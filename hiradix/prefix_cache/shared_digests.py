@@ -43,7 +43,7 @@ Look = Callable[[BinaryIO], bytes]
 
 
 def folder() -> Path:
-    """Where the notes are."""
+    """The folder of the notes."""
     return identities_folder().with_name("weights")
 
 

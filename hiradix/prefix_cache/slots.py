@@ -69,7 +69,8 @@ class SlotTable:
         return slots if self._device is None else upload(slots, self._device)
 
     def of_growing(self, pages: Pages, bookmark: Bookmark) -> torch.Tensor:
-        """As `of`, for a key that was looked up before: what it has of the last answer is given again.
+        """The slots of `pages`, for a key that was looked up before: the part that the last answer has is
+        reused.
 
         A view of memory that only grows. Costs a comparison of page ids and the new slots, not all slots.
         """

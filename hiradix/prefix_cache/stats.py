@@ -43,7 +43,7 @@ def stats_of(
 
 
 def _pool_stats(cache: HierarchicalCache, component: int, size: int) -> PoolStats:
-    """In pages of `size` tokens, or records of 1."""
+    """The figures of one component's pools, in pages of `size` tokens, or records of 1."""
     tree, supply = cache.tree, cache.supply
     device = supply.device_pools[component]
     host = supply.host_pools[component] if supply.host_pools else None

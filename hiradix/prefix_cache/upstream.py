@@ -55,7 +55,8 @@ def cache_params(params: Any) -> CacheInitParams:
 
 
 def as_ours(params: Any, port: type[AllocatorPort] | None = None) -> CacheInitParams:
-    """As `cache_params`, where the engine's adapter has refused what it must. port: the allocator's."""
+    """Our record of SGLang's parameters, after the engine's adapter has refused what it must; `cache_params`
+    without those checks. port: the allocator's."""
     names = [field.name for field in dataclasses.fields(CacheInitParams)]
     values = {name: getattr(params, name) for name in names if hasattr(params, name)}
     values["eviction_policy_config"] = dict(values.get("eviction_policy_config") or {})
@@ -130,7 +131,7 @@ def cache_config(
 
 
 def extra_config(flags: Any) -> ExtraConfig:
-    """What `--hicache-storage-backend-extra-config` says, and `--file-storage-path`."""
+    """The settings in `--hicache-storage-backend-extra-config` and `--file-storage-path`."""
     extra = parse_extra_config(getattr(flags, "hicache_storage_backend_extra_config", None))
     folder = getattr(flags, "file_storage_path", None)
     if getattr(flags, "hicache_storage_backend", None) == "file" and folder:
@@ -166,12 +167,13 @@ def run_options(flags: Any) -> dict[str, Any]:
 
 
 def layers_of(pool: Any) -> Sequence[int | None]:
-    """Which of the model's layers a pipeline stage's pool has: the first, and one more than the last."""
+    """The range of the model's layers in a pipeline stage's pool: the first, and one more than the last."""
     return [getattr(pool, "start_layer", 0), getattr(pool, "end_layer", None)]
 
 
 def _model_of(flags: Any, params: CacheInitParams, pool: Any) -> ModelIdentity:
-    """What pages in storage are named by: the served model's name, or its path, and what its files hold."""
+    """The identity that names pages in storage: the served model's name or its path, and a digest of its
+    files."""
     path, name = getattr(flags, "model_path", None), getattr(flags, "served_model_name", None)
     if not (name or path):
         if getattr(flags, "hicache_storage_backend", None):

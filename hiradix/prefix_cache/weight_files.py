@@ -34,7 +34,8 @@ _SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
 
 @dataclass(frozen=True)
 class Origin:
-    """Where weights come from. revision: what tells them from others, the same wherever a folder lies.
+    """The origin of a model's weights. revision: distinguishes them from others, the same wherever a folder
+    lies.
 
     is_read: whether it is of the numbers themselves. Where they are in no file here (object storage, another
     process) it is of their path alone, and a change behind that path does not show.
@@ -114,7 +115,7 @@ def repository_of(folder: Path) -> tuple[str, str] | None:
 
 
 def _hub_cache() -> str:
-    """As huggingface_hub has it."""
+    """The folder of the hub's cache, found as huggingface_hub finds it."""
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if os.environ.get(name):
             return os.path.expandvars(os.environ[name])
@@ -234,7 +235,7 @@ def _pieces(stream: BinaryIO) -> bytes:
 
 
 def _middles(stream: BinaryIO, size: int) -> list[int]:
-    """Where in a weight file to look: the middle of each tensor, or evenly spaced places."""
+    """The places in a weight file to sample: the middle of each tensor, or evenly spaced places."""
     try:
         stream.seek(0)
         length = int.from_bytes(stream.read(8), "little")

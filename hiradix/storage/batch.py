@@ -66,7 +66,8 @@ class ChainUse:
         return _batch(self.keys[start:stop], self, range(start, min(stop, len(self.keys))))
 
     def began(self, store: Hashable, now_ns: int) -> int:
-        """When `store` had the first call of this use, by its own clock; if this is the first, now."""
+        """The time (ns, by its own clock) of the first call that `store` had of this use; `now_ns` if this is
+        the first."""
         return self._began.setdefault(store, now_ns)
 
     def renamed(self, rename: Rename) -> ChainUse:
@@ -162,12 +163,12 @@ class Batch(tuple[str, ...]):
 
     @property
     def extra_key(self) -> str | None:
-        """Of the pages' namespace; None: it has none."""
+        """The extra key of the pages' namespace; None without one."""
         return self.use.extra_key
 
     @property
     def component(self) -> int:
-        """Which component's pages they are; 0: the backbone's."""
+        """The number of the component whose pages they are; 0: the backbone's."""
         return self.use.component
 
     @property
@@ -177,7 +178,7 @@ class Batch(tuple[str, ...]):
 
     @property
     def start(self) -> int:
-        """How many pages of the use are in front of the first; 0 of no pages."""
+        """The number of pages of the use in front of the batch's first; 0 if the batch is empty."""
         return self._places[0] if self._places else 0
 
     @property
@@ -200,7 +201,7 @@ class Batch(tuple[str, ...]):
         return self.use.keys[max(0, self.start - most) : self.start]
 
     def fronts(self) -> list[str]:
-        """Which key is in front of each in the chain, as `after` has it."""
+        """The key in front of each in the chain, as `after` has it."""
         if not self.use.is_chain:
             return [""] * len(self)
         if isinstance(self._places, range):
@@ -209,8 +210,8 @@ class Batch(tuple[str, ...]):
         return [keys[place - 1] if place else self.use.after for place in self._places]
 
     def used_ns(self, store: Hashable, now_ns: int) -> list[int]:
-        """When each page counts as used in `store`: before its use began there as far as it lies behind the
-        first page of all. now_ns: by the clock of the store."""
+        """The time at which each page counts as used in `store`: a page is as many ns before the use's begin
+        as pages lie in front of it. now_ns: by the clock of the store."""
         began_ns = self.use.began(store, now_ns)
         return [began_ns - place for place in self._places]
 

@@ -41,7 +41,7 @@ class PageDifference(Protocol):
 
 @dataclass(frozen=True)
 class _Bytes:
-    """How two pages compare byte by byte."""
+    """The result of comparing two pages byte by byte."""
 
     is_same: bool
 

@@ -94,7 +94,7 @@ def no_adapters(_: str | None) -> str:
 
 @dataclass(frozen=True)
 class Trust:
-    """Which generations an engine's pages belong to.
+    """The rule by which an engine finds the generations that its pages belong to.
 
     identity: a label given by whoever knows: nothing is compared, and pages are under this label alone.
     adapter_of: what tells adapters apart in an extra key. witness: of an engine that can be asked. stores:
@@ -219,7 +219,7 @@ class Generations(Stores):
         return scope.known_labels()
 
     def num_adopted(self, component: int) -> int:
-        """How often a generation of this component was adopted since it was opened."""
+        """The number of generations of this component that were adopted since it was opened."""
         return self._num_adopted[component]
 
     @property
@@ -524,13 +524,14 @@ class _Scope:
         return list(dict.fromkeys(labels))
 
     def saw_some(self, found: Mapping[bytes, bytes]) -> None:
-        """These records are there, and perhaps others."""
+        """Note that these records are there, and perhaps others."""
         self.is_in_part = True
         for label, record in found.items():
             self.records.setdefault(label, record)
 
     def saw(self, found: Mapping[bytes, bytes], used_slots: set[int]) -> None:
-        """These records are there, in the order of their slots. What has gone is kept if it is trusted."""
+        """Note that these are all the records there are, in the order of their slots. One that has gone is
+        kept if it is trusted."""
         self.used_slots = used_slots
         kept = {label: record for label, record in self.records.items() if self._is_trusted(label)}
         self.records = {**found, **{label: record for label, record in kept.items() if label not in found}}
@@ -594,7 +595,7 @@ class _Part(PageStore):
 
     @property
     def wants_computed(self) -> bool:
-        """Until it is known whose the pages are that another rank puts."""
+        """True until it is known to which generation the pages belong that another rank puts."""
         return not self._whole.stores and not self._whole.is_settled
 
     def register(self, memory: memoryview) -> bool:
@@ -604,7 +605,7 @@ class _Part(PageStore):
         return self._guard.stats()
 
     def exists(self, keys: Sequence[str]) -> int:
-        """How many leading keys trusted generations have; with how many behind them one has that damage keeps
+        """The number of leading keys that trusted generations have, and behind them of those that damage keeps
         from being trusted."""
         batch = Batch.of(keys)
         scope = self._whole.scope_of(batch.extra_key)
@@ -624,7 +625,7 @@ class _Part(PageStore):
         return found
 
     def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
-        """As the guard's, out of the first generation that has a page."""
+        """Read each page from the first generation that has it; the answer is the guard's."""
         batch = Batch.of(keys)
         ok = [False] * len(batch)
         answers: list[list[bool]] = []
@@ -639,7 +640,7 @@ class _Part(PageStore):
         return as_answered(ok, *answers)
 
     def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
-        """As the guard's, into the generation that pages computed here belong to."""
+        """Put pages into the generation that pages computed here belong to; the answer is the guard's."""
         batch, whole = Batch.of(keys), self._whole
         label = whole.writable(whole.scope_of(batch.extra_key), self._component, batch, pages)
         if label is not None:
@@ -649,7 +650,8 @@ class _Part(PageStore):
         return [not whole.stores] * len(batch)
 
     def delete(self, keys: Sequence[str]) -> bool:
-        """As the guard's, out of every generation that has a record, whoever computed it."""
+        """Delete pages from every generation that has a record, whoever computed them; whether all calls
+        succeeded."""
         batch = Batch.of(keys)
         labels = self._whole.labels_to_forget(self._whole.scope_of(batch.extra_key))
         return labels is not None and all(
@@ -657,15 +659,16 @@ class _Part(PageStore):
         )
 
     def clear(self) -> bool:
-        """As the guard's: all generations."""
+        """Delete all pages of all generations; whether that succeeded."""
         return self._guard.clear()
 
     def forget_tenant(self, tenant: str) -> int | None:
-        """As the guard's: of all generations."""
+        """Delete a tenant's pages of all generations; their number, None if the store cannot tell."""
         return self._guard.forget_tenant(tenant)
 
     def forget_behind(self, keys: Sequence[str]) -> int | None:
-        """As the guard's, out of every generation that has a record."""
+        """Delete the pages behind `keys` in every generation that has a record; their number, None if the
+        store cannot tell."""
         batch = Batch.of(keys)
         labels = self._whole.labels_to_forget(self._whole.scope_of(batch.extra_key))
         if labels is None:
@@ -674,7 +677,7 @@ class _Part(PageStore):
         return None if None in counts else sum(count or 0 for count in counts)
 
     def scrub(self) -> bool:
-        """As the guard's."""
+        """Have the guard scrub the store; whether that succeeded."""
         return self._guard.scrub()
 
     def _labels(self, batch: Batch) -> tuple[bytes, ...]:

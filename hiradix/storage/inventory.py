@@ -48,7 +48,7 @@ class StoreAddress:
 
     @staticmethod
     def parse(url: str, settings: Sequence[str] = ()) -> StoreAddress:
-        """From a URL and `key=value` settings, values being JSON or text. Raises ConfigError."""
+        """The address in a URL and `key=value` settings, values being JSON or text. Raises ConfigError."""
         scheme, _, rest = url.partition("://")
         keys: dict[str, Any]
         if scheme in ("file", "disk"):

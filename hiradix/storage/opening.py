@@ -84,7 +84,8 @@ def open_storage(
 def open_part(
     name: str, context: StorageContext, settings: StoreSettings, clock: Callable[[], float]
 ) -> StoragePart:
-    """As `open_storage`, with keys that are read: the context has the backend's own, and is `coded`."""
+    """Open a store whose keys have been parsed: the context has the backend's own, and is `coded`; otherwise
+    like `open_storage`."""
     if context.required:
         return open_guarded(name, context, settings, clock)
     _check_abandoned(name)

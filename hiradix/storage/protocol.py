@@ -166,7 +166,7 @@ class StorageBackend(Protocol):
 
     @abstractmethod
     def exists(self, batch: Batch) -> int:
-        """How many leading keys are present: a hint, a later miss is normal."""
+        """The number of leading keys that are present: a hint, a later miss is normal."""
         ...
 
     @abstractmethod

@@ -22,7 +22,7 @@ CALLS = ("exists", "get", "put", "delete", "clear", "close")
 
 @dataclass(frozen=True)
 class BackendSpec:
-    """Where a backend's class is ("module:Class") and what to install when its imports fail."""
+    """The class of a backend ("module:Class"), and the package to install when its imports fail."""
 
     target: str
     install: str = ""
@@ -115,7 +115,7 @@ def _lacking(found: object) -> list[str]:
 
 
 def _import_failure(error: BaseException) -> str:
-    """As text; of an error that is no ImportError with its type."""
+    """The error as text; with its type unless it is an ImportError."""
     return str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
 
 
@@ -142,7 +142,7 @@ def create_storage_backend(name: str, context: StorageContext) -> StorageBackend
 
 
 def _fault_of(backend: object) -> str:
-    """Why the guard could not work with what a class made; "" where it can."""
+    """The reason why the guard could not work with a made backend; "" if it can."""
     try:
         lacking, traits = _lacking(backend), getattr(backend, "traits", Traits())
     except Exception as error:  # as above

@@ -111,7 +111,7 @@ class StorageContract(Base):
     """Round trips, answers, names, threads, closing."""
 
     def takes_and_gives(self, store: Any, keys: Sequence[str]) -> None:
-        """After threads have put and deleted them at once."""
+        """Check that keys can be put and read after threads have put and deleted them at once."""
         assert all(put(store, keys)) and all(hits(store, keys))
 
     def test_page_comes_back_byte_for_byte(self, store: Any) -> None:
@@ -478,7 +478,7 @@ class BoundedContract(Base):
         raise NotImplementedError
 
     def used_pages(self, place: Path) -> int:
-        """How many pages the store at `place` holds."""
+        """The number of pages in the store at `place`."""
         raise NotImplementedError
 
     def test_least_recently_used_goes(self, make: Make, tmp_path: Path) -> None:
@@ -700,7 +700,7 @@ def put_for(store: Any, keys: Sequence[str], tenant: str) -> list[bool]:
 
 
 def hits_without_using(store: Any, keys: Sequence[str]) -> list[bool]:
-    """Which keys are there, without making them recent."""
+    """Flags: which keys are there, looked up without making them recent."""
     return [store.exists(Batch.of([key])) == 1 for key in keys]
 
 

@@ -379,8 +379,8 @@ class HiCacheController:
 
     @property
     def storage_troubles(self) -> tuple[int, int, int]:
-        """How often storage became another as far as what its calls cost, and how many lookups and reads
-        failed: see `storage.guard.breaker.Troubles`. Attaching it is a change."""
+        """Counters of the attached storage: changes after which its calls may cost something else (an attach
+        is one), failed lookups, failed reads; see `storage.guard.breaker.Troubles`."""
         changes, lookups, reads = self._num_attached << 32, 0, 0
         for part in self._storage_jobs.parts:
             more = part.troubles
@@ -389,13 +389,13 @@ class HiCacheController:
 
     @property
     def num_adopted(self) -> int:
-        """How often the storage that is attached has found that what it has is of these weights: with each,
-        lookups may find what they did not."""
+        """How many generations of stored pages the attached storage has found to be of these weights and
+        adopted. After each, lookups may find more than before."""
         return sum([part.num_adopted for part in self._storage_jobs.parts])
 
     @property
     def attach_refusal(self) -> str | None:
-        """Why no storage can be attached at the moment, or None."""
+        """The reason why no storage can be attached at the moment, or None."""
         if not self._storage_jobs.parts:
             return None
         return "storage is still detaching" if self._detaching else "storage is attached already"

@@ -1,4 +1,5 @@
-"""Who runs the workers: threads in production, one seeded thread in simulations. Same workers, same code."""
+"""Drivers that run the workers: threads in production, one seeded thread in simulations. Same workers, same
+code."""
 
 from __future__ import annotations
 
@@ -87,7 +88,7 @@ class _WorkerThread:
             del worker
 
     def _wake_followers(self) -> None:
-        """After a step: what this thread was woken for goes first."""
+        """Wake the workers that wait for this one, after its step: what it was woken for itself goes first."""
         while self._followers:
             self._followers.popleft().wake()
 
@@ -227,7 +228,7 @@ class StepDriver(Driver):
         return done
 
     def _ready(self) -> list[Worker]:
-        """Who is awake and has work."""
+        """The workers that are awake and have work."""
         self._fall_asleep()
         return [worker for name, worker in self._with_work() if name not in self._alarms]
 

@@ -134,12 +134,12 @@ class LayerDoneCounter:
             self._wait_one(index, layer)
 
     def error(self, index: int) -> str | None:
-        """Why batch `index` failed, or None."""
+        """The reason why batch `index` failed, or None."""
         return self._failures.get(index)
 
     def gave_up(self, index: int) -> str | None:
-        """Which wait for batch `index` came to its deadline, or None if none has; also once the batch has
-        ended well. What was computed behind that wait must not be kept, nor be inserted or stored."""
+        """The wait for batch `index` that reached its deadline, in words; None if none did. It stays after
+        the batch has ended well: the results computed behind that wait must not be kept, inserted or stored."""
         return self._given_up.get(index)
 
     def reset(self) -> None:
@@ -202,5 +202,5 @@ class GateView:
         self._layers = tuple(layers)
 
     def wait_until(self, layer: int) -> None:
-        """As `LayerDoneCounter.wait_until`, of the pool's own layer number `layer`."""
+        """Wait for the pool's own layer number `layer`, with the rules of `LayerDoneCounter.wait_until`."""
         self._gate.wait_until(self._layers[layer])

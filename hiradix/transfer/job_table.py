@@ -1,4 +1,5 @@
-"""Where tickets are handed out and results come in: the one place that makes "exactly one Result" true.
+"""The table of open tickets, and the one place that ensures "exactly one Result": tickets are handed out
+here, and results come in here.
 
 A ticket is open from its submission until its Result is in the outbox. `finish` closes tickets under the
 lock and ignores those that are closed already, so a job that returns after `abandon` says nothing twice.
@@ -259,5 +260,5 @@ def reason_of(kind: JobKind, error: BaseException) -> FailReason:
 
 
 def describe(error: BaseException) -> str:
-    """Why a job ended, in one short line."""
+    """The reason why a job ended, in one short line."""
     return error.reason.value if isinstance(error, Stopped) else described(error)

@@ -23,7 +23,7 @@ BACKBONE_PAIR = 0
 
 
 class JobKind(Enum):
-    """What a job does; each kind is one FIFO."""
+    """The kinds of job; each kind is one FIFO."""
 
     WRITE = "write"  # device to host
     LOAD = "load"  # host to device
@@ -39,7 +39,8 @@ STORAGE_KINDS = (JobKind.QUERY, JobKind.READ, JobKind.STORE, JobKind.DELETE)
 
 
 class FailReason(Enum):
-    """Why a result has fewer pages than asked, apart from plain misses. Few enough to label a metric."""
+    """The reason why a result has fewer pages than asked, apart from plain misses. Few enough to label a
+    metric."""
 
     QUEUE_FULL = "queue_full"
     CANCELLED = "cancelled"
@@ -77,7 +78,7 @@ class LoadBatch:
 
 
 class TrailingWindow(NamedTuple):
-    """What a further component must have of a boundary: its last `reach` pages, or all if it has fewer."""
+    """The pages of a further component that a boundary needs: its last `reach` pages, or all if it has fewer."""
 
     pair: int
     reach: int

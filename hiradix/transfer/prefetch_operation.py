@@ -8,7 +8,7 @@ from hiradix.tree.hashing import PageRows
 
 
 class PrefetchOperation:
-    """What `HiCacheController.prefetch` has ordered; `poll` carries it on.
+    """A prefetch ordered by `HiCacheController.prefetch`; `poll` carries it on.
 
     host_pages: the caller's, who leaves them alone until `is_done`. Of them the first `num_pages` are filled
     then. num_hit_pages: leading pages that storage has, None until it has answered. hashes: names of all that

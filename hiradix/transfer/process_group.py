@@ -31,7 +31,7 @@ class RankLost(CacheError):
 
 @dataclass(frozen=True)
 class Membership:
-    """Which rank this process is, and where the ranks meet.
+    """This process's rank, and the address at which the ranks meet.
 
     address: "host:port" (rank 0 listens there) or "file:///path" of a file that does not exist yet.
     timeout_s: longest wait for another rank, at the start and in every call.

@@ -1,4 +1,4 @@
-"""What comes from outside: allocators of an engine."""
+"""Protocols of an engine's objects: its allocators."""
 
 from __future__ import annotations
 

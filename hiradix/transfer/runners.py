@@ -1,4 +1,4 @@
-"""What copies do, as generators: one `next` is one piece, and progress is in the task at once."""
+"""The steps of copy jobs, as generators: one `next` copies one piece, and the task has its progress at once."""
 
 from __future__ import annotations
 

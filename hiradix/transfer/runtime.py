@@ -1,4 +1,5 @@
-"""What runs a controller, and its caps and deadlines: all that a simulation replaces."""
+"""The environment of a controller: driver, clock, streams, caps and deadlines. A simulation replaces all of
+it."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class TransferLimits:
 
 @dataclass(frozen=True)
 class Runtime:
-    """What runs the controller; replace all of it to simulate. `streams` None means: by the pool's device.
+    """The environment that a controller runs in; replace all of it to simulate. `streams` None means: by the
+    pool's device.
 
     workers: which worker serves which kinds, most urgent first.
     """

@@ -1,10 +1,10 @@
-"""The executor whose workers are other processes: what is ordered travels with an engine's steps.
+"""The executor whose workers are other processes: orders travel with an engine's steps.
 
     submit -> ticket -> `take`: the orders of one step, for every worker -> outcomes, steps later -> `answer`
     -> `poll`: one Result for all workers, once the last has answered
 
-Orders say what a job is about with the payloads that worker threads get (`hiradix.transfer.jobs`), so that a
-worker hands them to its own `HiCacheController` as they are. A Result is the least of all workers': the
+Orders carry the payloads that worker threads get (`hiradix.transfer.jobs`), so that a worker hands them to its
+own `HiCacheController` as they are. A Result is the least of all workers': the
 fewest pages that any did, and the longest that any took. Results of a kind come in the order of submission,
 but for jobs that were cancelled before any worker heard of them.
 """
@@ -39,7 +39,7 @@ StoragePayload = QueryPayload | ReadPayload | StorePayload | DeletePayload
 
 @dataclass(frozen=True, eq=False)
 class StorageJob:
-    """A lookup, a read, a write or a deletion of storage. Pools are named by their pair, as in each worker's
+    """A lookup, a read, a write or a deletion in storage. Pools are numbered by pair, as in each worker's
     controller."""
 
     ticket: Ticket
@@ -60,11 +60,11 @@ _KINDS = {
 
 @dataclass(frozen=True, eq=False)
 class SaveOrder:
-    """Device to host, behind the step's forward, or before it (`before_forward`), as the step writes to its
-    blocks.
+    """A copy from device to host, behind the step's forward; before it (`before_forward`) if the step writes to
+    its blocks.
 
-    store: what follows in the worker when the pages are on the host, also when the engine stops stepping;
-    its ticket is answered whatever becomes of the copy.
+    store: the put that follows in the worker once the pages are on the host, also when the engine makes no
+    further step; its ticket is answered whether the copy succeeds or not.
     """
 
     ticket: Ticket
@@ -75,7 +75,7 @@ class SaveOrder:
 
 @dataclass(frozen=True, eq=False)
 class LoadOrder:
-    """Host to device, for the forward of this step (`in_step`), or beside it for a request that waits.
+    """A copy from host to device, for the forward of this step (`in_step`), or beside it for a waiting request.
 
     error: why nothing can be loaded; the copies have no host pages then, and the load is one that failed.
     """
@@ -89,7 +89,7 @@ class LoadOrder:
 
 @dataclass(frozen=True, eq=False)
 class StepJobs:
-    """What was ordered since the last step. cancels: tickets of storage jobs that nobody waits for."""
+    """The jobs ordered since the last step. cancels: tickets of storage jobs that nobody waits for."""
 
     saves: tuple[SaveOrder, ...] = ()
     loads: tuple[LoadOrder, ...] = ()
@@ -105,7 +105,7 @@ NO_JOBS = StepJobs()
 
 
 class Quorum:
-    """Outcomes that not all workers have reported yet."""
+    """Collects the outcomes of tickets that not all workers have answered yet."""
 
     def __init__(self, num_workers: int):
         self._num_workers = num_workers
@@ -134,10 +134,10 @@ class Quorum:
 
 
 class StepExecutor:
-    """Takes orders for all workers of an engine, and gives what came of them. Scheduler thread only.
+    """Takes orders for all workers of an engine, and returns their Results. Scheduler thread only.
 
-    limits: of which `batch_pages` is the pages of one read. page_bytes: of a host page, per component, once
-    the workers have said so (`open`).
+    limits: only `batch_pages`, the pages of one read, counts here. page_bytes: of a host page, per component,
+    once the workers have said so (`open`).
     """
 
     def __init__(self, num_workers: int, limits: TransferLimits | None = None):
@@ -158,7 +158,7 @@ class StepExecutor:
         self._results: list[Result] = []
 
     def open(self, page_bytes: Sequence[int]) -> None:
-        """The workers have pools of such pages."""
+        """Take note of the workers' pools: bytes of a host page, per component."""
         self.page_bytes = tuple(page_bytes)
 
     def new_ticket(self) -> Ticket:
@@ -168,19 +168,19 @@ class StepExecutor:
     # -- storage ------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Every worker has storage, another than before."""
+        """Accept storage jobs from now on: every worker has storage, another than before."""
         self.storage_attached = True
         self.num_adopted = 0
         self._num_attached += 1
 
     def detach(self) -> None:
-        """Not every worker has storage any more."""
+        """Note that not every worker has storage any more."""
         self.storage_attached = False
 
     @property
     def storage_troubles(self) -> tuple[int, int, int]:
-        """As `HiCacheController.storage_troubles`, as far as outcomes say it: a failure is a lookup or a read
-        that came back with a fault of storage. Of changes the workers' own breakers alone know."""
+        """Counters of the workers' storage: attaches, lookups that failed, reads that failed. A failure is an
+        outcome with a fault of storage; state changes of the workers' own breakers do not show here."""
         return self._num_attached, self._num_failed[JobKind.QUERY], self._num_failed[JobKind.READ]
 
     def query(
@@ -190,7 +190,8 @@ class StepExecutor:
         windows: Sequence[TrailingWindow] = (),
         known: int = 0,
     ) -> Ticket:
-        """As `HiCacheController.query`."""
+        """Order a lookup of the last `num_pages` (None: all) of `rows`; its Result counts the leading ones
+        that storage has. `known` of them are in a tier already, so that storage need not have their backbone."""
         asked = len(rows) if num_pages is None else num_pages
         ticket = self._order(QueryPayload(rows, asked, tuple(windows), known))
         self.num_asked += asked - known
@@ -208,19 +209,20 @@ class StepExecutor:
         tenant: str = "",
         after: bytes = b"",
     ) -> Ticket:
-        """As `HiCacheController.read`. The chain stays here: it may be a long prompt's, once for each
-        batch."""
+        """Order a read of named pages into host pages, which belong to the job until its Result. `chain` is
+        not sent to the workers: it may be a long prompt's, once for each batch."""
         trailing = as_trailing_pages(host_pages, others)
         return self._order(ReadPayload(tuple(hashes), trailing, None, extra_key, tenant, after))
 
     def write_storage(
         self, rows: PageRows, host_pages: PageIds, others: Iterable[TrailingPages] = (), store: str = ""
     ) -> Ticket:
-        """As `HiCacheController.write_storage`."""
+        """Order a backup of host pages, which must stay as they are until its Result. store: the name of
+        another store, "" for the attached one."""
         return self._order(StorePayload(rows, as_trailing_pages(host_pages, others), store))
 
     def delete(self, payload: DeletePayload) -> Ticket:
-        """As `HiCacheController.delete`."""
+        """Order a deletion from storage."""
         return self._order(payload)
 
     def cancel(self, ticket: Ticket) -> None:
@@ -258,7 +260,8 @@ class StepExecutor:
     # -- steps --------------------------------------------------------------------------
 
     def take(self) -> StepJobs:
-        """What was ordered since the last call. All workers are to get it, in this order of calls."""
+        """Hand over the jobs ordered since the last call. Every worker must get them, in the order of the
+        calls."""
         if not (self._saves or self.loads or self._storage_jobs or self._cancels):
             return NO_JOBS
         jobs = StepJobs(
@@ -268,7 +271,7 @@ class StepExecutor:
         return jobs
 
     def answer(self, outcome: Result) -> None:
-        """One worker has done, or could not do, what a ticket was for."""
+        """Take one worker's outcome of a ticket; the last worker's makes it a Result for `poll`."""
         whole = self._quorum.add(outcome)
         if whole is None:
             return

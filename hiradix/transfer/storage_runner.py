@@ -1,4 +1,4 @@
-"""What storage jobs do, as generators: one `next` is one call of the backend at most.
+"""The steps of storage jobs, as generators: one `next` is at most one call of the backend.
 
 A page of tokens has one name and a page of bytes per component. Storage has a part for each: what a job says
 of pages it says of each component's own.
@@ -228,7 +228,8 @@ class StorageRunner:
         return 0
 
     def _count(self, use: ChainUse, batch: range) -> int:
-        """How many leading pages of a batch, numbered from the first asked for, a component's store has."""
+        """The number of leading pages of a batch, numbered from the first asked for, that a component's store
+        has."""
         return self._part(use.component).exists(use.part(batch.start, batch.stop))
 
     # -- inside -----------------------------------------------------------------------------
@@ -251,7 +252,7 @@ class StorageRunner:
         task.hashes = hashes
 
     def _views(self, pages_of_pair: TrailingPages, start: int) -> list[list[memoryview]]:
-        """Of one batch of a pair's trailing pages, from `start` on."""
+        """The host memory of one batch of a pair's trailing pages, from `start` on."""
         page_views = self._hosts[pages_of_pair.pair].page_views
         return [page_views(page) for page in pages_of_pair.pages[start : start + self._batch_pages].tolist()]
 
@@ -292,7 +293,7 @@ def _done(ok: bool) -> None:
 
 
 def _listed(num_pages: int | None) -> int:
-    """How many pages there were; None stops the job: the store cannot tell."""
+    """The number of pages that a store has listed. None, a store that cannot tell, stops the job."""
     if num_pages is None:
         raise Stopped(FailReason.UNLISTED)
     return num_pages

@@ -90,8 +90,8 @@ class JobQueue:
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """What a worker calls: `jobs` gives a job's steps, `finish` posts its results, `ended` follows when the
-    queue is free again. `lock` guards the passage of a task from a queue to `active`."""
+    """The callbacks of a worker: `jobs` gives a job's steps, `finish` posts its results, `ended` follows when
+    the queue is free again. `lock` guards the passage of a task from a queue to `active`."""
 
     jobs: Mapping[JobKind, Steps]
     finish: Callable[[Task, BaseException | None], None]

@@ -27,7 +27,8 @@ Extras = tuple[bytes | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """What separates equal tokens: adapter (extra_key), tenant (cache_salt) and the kind of row."""
+    """The part of a key that separates equal tokens: adapter (extra_key), tenant (cache_salt) and the kind of
+    row."""
 
     extra_key: str | None = None
     cache_salt: str | None = None
@@ -124,7 +125,7 @@ def packed(tokens: Tokens, start: int, stop: int) -> tuple[bytes, int]:
 
 
 def _packed_array(tokens: array[int], start: int, stop: int) -> tuple[bytes, int]:
-    """As `packed`, for `array('q')`: picks the lower four bytes of each token, without arithmetic."""
+    """`packed` for `array('q')`: picks the lower four bytes of each token, without arithmetic."""
     halves: Any
     if stop - start <= FEW_TOKENS:
         halves = memoryview(tokens)[start:stop].cast("B").cast("I")
@@ -185,9 +186,8 @@ def num_of(count: SupportsIndex) -> int:
 
 
 class Bookmark:
-    """Where in a tree the keys of one growing sequence were found last. node: read and written by the tree
-    alone. slots: the prefix cache's last answer, read and written by it alone.
-    """
+    """The place in a tree where the keys of one growing sequence were found last. node: read and written by
+    the tree alone. slots: the prefix cache's last answer, read and written by it alone."""
 
     __slots__ = ("node", "slots")
 
@@ -406,7 +406,7 @@ class RadixKey:
         return self._packed(start, end)
 
     def span(self, start: int, end: int) -> tuple[bytes, int, int]:
-        """As `packed`, without a copy where `run` has the tokens: (buffer, first byte, end)."""
+        """The packed tokens from `start` to `end` as (buffer, first byte, end); no copy if `run` has them."""
         if self.run_width == NARROW and self.run_start <= start and end <= self.run_end:
             return self.run, (start - self.run_start) * NARROW, (end - self.run_start) * NARROW
         run = self._packed(start, end)[0]

@@ -29,7 +29,7 @@ NAME_BYTES: Final = 8  # of a page's name, see `Node.names`
 
 
 class Tier(IntEnum):
-    """Where pages are. Storage is no tier of the tree: it is shared and forgets on its own."""
+    """A tier of the tree. Storage is none of them: it is shared with others and evicts on its own."""
 
     DEVICE = 0
     HOST = 1
@@ -42,7 +42,7 @@ TIERS: Final = (DEVICE, HOST)
 
 @dataclass(frozen=True)
 class Granularity:
-    """How coarse nodes may be, and which pages are evicted before the policy is asked.
+    """The coarseness of nodes, and which pages are evicted before the policy is asked.
 
     long_path: how many nodes an unlock must leave unlocked before it merges nodes (see `merge`).
     waste: an eviction takes a node as a whole unless it has more than `waste` times the pages still wanted.
@@ -57,7 +57,7 @@ class Granularity:
 
 
 class DeadLeaf(Enum):
-    """What happens to a leaf at which, after an eviction, no match can end any more.
+    """The rule for a leaf at which, after an eviction, no match can end any more.
 
     KEEP: it stays and ages like all others. BARE: it is dropped if it has no page of some further component
     left, as in SGLang. UNUSABLE: it is dropped whatever the reason.
@@ -181,7 +181,7 @@ class Node:
 
     @property
     def tokens(self) -> npt.NDArray[Any]:
-        """Its tokens, int32 or int64: a read-only view."""
+        """The node's tokens, int32 or int64: a read-only view."""
         return unpacked(self.run, self.width)
 
     def residency(self, component: int, tier: int) -> Residency:
@@ -259,7 +259,8 @@ def _some(extras: tuple[bytes | None, ...]) -> tuple[bytes | None, ...] | None:
 
 
 class Match(NamedTuple):
-    """Where a key's usable prefix ends; `Node.end` is its length in pages. Both may be the root.
+    """The result of a match: the nodes at which a key's usable prefix ends. `Node.end` is its length in
+    pages. Both may be the root.
 
     device_node: the deepest boundary usable on the device as it is; loadable_node or an ancestor of it.
     loadable_node: the deepest boundary usable after a load back.

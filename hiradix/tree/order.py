@@ -26,8 +26,8 @@ class OrderContext:
 
 
 class EvictionOrder(Protocol):
-    """What an eviction policy implements: the order in which the unlocked entries of one component and tier are
-    evicted. Deterministic, as all ranks must evict alike: equal calls give equal victims.
+    """The protocol of an eviction policy: the order in which the unlocked entries of one component and tier
+    are evicted. Deterministic, as all ranks must evict alike: equal calls give equal victims.
 
     Optional attributes:
     path_moves_once: True if `touched` of the upper part of a path changes nothing right after `touched` of the

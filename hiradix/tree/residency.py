@@ -170,7 +170,7 @@ class Dropped:
 
 
 class Residencies:
-    """Which pages the nodes have in each tier, and everything that changes when they get or lose some.
+    """The pages that nodes have in each tier, and everything that changes when they get or lose some.
 
     orders[component][tier]: the evictable entries, in eviction order.
     num_resident[component][tier]: pages in the tree.

@@ -204,8 +204,8 @@ class RadixTree:
         return walk(self.root, key, len(key) // self.page_size, self.page_size)[0]
 
     def follow(self, key: RadixKey) -> tuple[Node, Node | None, int]:
-        """As `find`, with the node's child that lies on `key` in part, or None, and how many of its pages do.
-        Splits nothing, and is no use."""
+        """Walk down `key` without splitting or counting a use: the last node that is whole on it; that node's
+        child that lies on it in part, or None; and how many pages of that child do."""
         return walk(self.root, key, len(key) // self.page_size, self.page_size)
 
     def pages(self, node: Node, tier: Tier, start: SupportsIndex = 0, component: int = BACKBONE) -> Pages:

@@ -56,9 +56,8 @@ def walk(node: Node, key: RadixKey, num_pages: int, page_size: int) -> tuple[Nod
 
 
 def _matched_pages(child: Node, key: RadixKey, num_pages: int, page_size: int) -> int:
-    """How many leading pages of `child` are those of `key`; at least one, as the child was found by its first
-    row. A token of more than 32 bits equals none of fewer.
-    """
+    """The number of leading pages that `child` and `key` have in common; at least one, as the child was found
+    by its first row. A token of more than 32 bits equals none of fewer."""
     limit = min(child.end, num_pages) - child.start
     if limit > 1:
         lookahead = child.space.lookahead

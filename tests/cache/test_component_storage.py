@@ -543,6 +543,11 @@ def loadable(world: StoredWorld) -> int:
     return world.cache.match(RadixKey(TOKENS)).loadable_node.end
 
 
+def num_reads(world: StoredWorld) -> int:
+    assert world.cache.controller is not None
+    return world.cache.controller.stats().kinds[JobKind.READ].num_results
+
+
 @pytest.mark.parametrize("has_state", [False, True])
 def test_a_request_that_is_let_go_has_the_boundaries_that_came(has_state: bool) -> None:
     world = restarted(4, 8, 12, has_state=has_state)
@@ -577,9 +582,11 @@ def test_boundaries_on_the_way_are_where_storage_has_them() -> None:
 
 def test_a_stretch_without_a_boundary_has_none_on_the_way() -> None:
     world = restarted(4, 12)
+    num_before = num_reads(world)
     on_the_way(world)
     world.settle()
     assert world.gets == [(0, 4), (1, 3), (0, 8), (1, 3)] and loadable(world) == 12
+    assert num_reads(world) == num_before + 2  # none of no pages, which a boundary found twice would ask for
 
 
 def test_a_boundary_on_the_way_has_its_whole_window_in_storage() -> None:

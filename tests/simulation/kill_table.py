@@ -419,7 +419,7 @@ BUGS = [
     bug(
         "h6",
         "a prefetch anchored at the root forgets the namespace",
-        "PrefixCache.prefetch_from_storage",
+        "PrefixCache._prefetch_key",
         "self._key(_1, _2)",
         "RadixKey(_1)",
     ),

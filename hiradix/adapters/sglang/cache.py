@@ -37,7 +37,7 @@ from hiradix.tree import DEVICE, HOST, Lock, Node
 
 @dataclass
 class LockTaken(IncLockRefResult):  # type: ignore[misc]
-    """What `inc_lock_ref` gives. held: our receipt."""
+    """The result of `inc_lock_ref`. held: our receipt."""
 
     held: LockReceipt | None = None
 
@@ -47,7 +47,7 @@ class LockTaken(IncLockRefResult):  # type: ignore[misc]
 
 @dataclass
 class LockGiven(DecLockRefParams):  # type: ignore[misc]
-    """What `dec_lock_ref` takes. held: our receipt."""
+    """The argument of `dec_lock_ref`. held: our receipt."""
 
     held: LockReceipt | None = None
 
@@ -165,7 +165,7 @@ class HiRadixPrefixCache(Front):
             self._tree.unlock(_receipt(lock))
 
     def inc_lock_ref(self, node: Node) -> LockTaken:
-        """As `lock`, for callers that keep the receipt in SGLang's records."""
+        """Lock the path to `node`, for callers that keep the receipt in SGLang's records."""
         taken = self.inner.inc_lock_ref(node)
         return LockTaken(delta=taken.delta, held=taken)
 
@@ -267,5 +267,5 @@ def _receipt(lock: TreeLock) -> Lock:
 
 
 def _ended(req: Any) -> Finished | None:
-    """What the eviction policy may learn from a request that has ended; None for one that runs."""
+    """The lengths of a finished request, for the eviction policy to learn from; None while it runs."""
     return Finished(len(req.origin_input_ids), len(req.output_ids)) if req.finished() else None

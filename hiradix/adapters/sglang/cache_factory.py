@@ -300,7 +300,7 @@ def _config(context: Any, flags: Any) -> HiCacheConfig:
 
 
 def _attach_rules(backend: str | None, extra: ExtraConfig) -> AttachRules:
-    """What requests may attach, by variables and file as they are now."""
+    """The rules for what requests may attach, from the variables and the file as they are now."""
     own = own_settings(os.environ)
     for note in own.notes:
         logger.info(note)

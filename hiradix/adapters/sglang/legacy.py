@@ -121,4 +121,4 @@ class HiRadixLegacyCache(Front):
         return False
 
     def release_aborted_request(self, rid: str) -> None:
-        """Nothing is kept of requests that wait."""
+        """Do nothing: the cache keeps nothing of requests that wait."""

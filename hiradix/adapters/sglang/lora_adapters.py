@@ -88,7 +88,7 @@ def apart(extra_key: str) -> str:
 
 
 def _id_in(extra_key: str) -> str:
-    """Where SGLang has put an adapter's id, if the request has one."""
+    """The part of `extra_key` in which SGLang puts an adapter's id, if the request has one."""
     before, _, ranks = extra_key.rpartition(_ELASTIC)
     return (before if before and ranks.isdecimal() else extra_key)[-_ID_LENGTH:]
 
@@ -99,6 +99,7 @@ def keep_apart() -> None:
 
 
 def _made(_: Any, request: Any, *__: Any, **___: Any) -> None:
-    """After SGLang has made a request."""
+    """Keep the extra key of a new request without an adapter apart from adapters' ids. Called after SGLang
+    has made the request."""
     if request.lora_id is None and isinstance(request.extra_key, str):
         request.extra_key = apart(request.extra_key)

@@ -1,4 +1,4 @@
-"""Our counters as SGLang's Prometheus metrics: what changed since the last step is added."""
+"""Adds our counters, by their growth since the last step, to SGLang's Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from hiradix.tree import BACKBONE
 
 POOL = "kv"
 COMPUTED_TEXT = "Prompt tokens that were computed, by why."
-# SGLang's reasons for storage hits that were not used; reasons of ours that it has no name for count as the last
+# SGLang's reasons for unused storage hits; those of ours that it has no name for count as the last one
 _REASONS = ("below_threshold", "host_capacity", "storage_transfer", "deadline", "dropped")
-# host room of requests that wait: held or being filled now, the most of it, requests that have none yet
+# host room of waiting requests: held or being filled, its cap, and the number of requests without any yet
 ROOM_GAUGES = {
     "hiradix:waiting_reserved_tokens": "Host tokens held for requests that wait, or being fetched for them.",
     "hiradix:waiting_reserved_tokens_cap": "Of these, at most.",
@@ -47,8 +47,8 @@ class MetricsFeed:
         self._num_explained = 0
 
     def show_storage(self, name: str | None) -> None:
-        """A backend was attached: its series carry its name. Label names never change, so it can be called
-        again."""
+        """Label the series of storage with the name of a backend that was attached. May be called again, as
+        the set of labels stays the same."""
         if not self.is_on or name is None:
             return
         parallel = get_parallel()
@@ -129,7 +129,7 @@ class MetricsFeed:
             out.log_storage_prefetch_unfulfilled_tokens(self._growth("not " + reason, total) * size, known)
 
     def _growth(self, name: str, total: int) -> int:
-        """By how much a counter has grown since the last call."""
+        """The growth of a counter since the last call."""
         before = self._seen.get(name, 0)
         self._seen[name] = total
         return total - before
@@ -146,14 +146,14 @@ class MetricsFeed:
 
 
 def _plain_counter() -> Any:
-    """Imported only now, as SGLang does: it sets where processes share their figures before."""
+    """Prometheus's counter, imported only now: see `_plain_gauge`."""
     from prometheus_client import Counter
 
     return Counter
 
 
 def _plain_gauge() -> Any:
-    """Imported only now, as SGLang does: it sets where processes share their figures before."""
+    """Prometheus's gauge, imported only now: SGLang must first set where processes share their figures."""
     from prometheus_client import Gauge
 
     return Gauge

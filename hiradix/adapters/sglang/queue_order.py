@@ -17,7 +17,7 @@ _PUT_OFF = "_hiradix_put_off"
 
 
 def follow_queue() -> None:
-    """From now on look at the queue of this process after it was sorted. May be called again."""
+    """Watch this process's queue from now on, each time after it was sorted. May be called again."""
     after(f"{_POLICY}._compute_prefix_matches", _matched)
     after(f"{_POLICY}.calc_priority", _sorted)
 

@@ -1,4 +1,5 @@
-"""What SGLang has no flag for: said by a variable, or in the file of HIRADIX_CONFIG."""
+"""Settings that SGLang has no flag for: each comes from an environment variable or the file of
+HIRADIX_CONFIG."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ _IN_EXTRA = {one.name for one in settings_of(ExtraConfig)}
 
 
 def place_of(one: Setting) -> str:
-    """Where a setting is said inside SGLang; "" where it is none of SGLang's."""
+    """The flag or variable that sets `one` inside SGLang; "" for a setting that SGLang does not have."""
     if one.name in _ITS_FLAGS:
         return f"its own {one.flag}"
     own = next((own for own in OWN if own.name == one.name), None)

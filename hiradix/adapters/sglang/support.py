@@ -1,4 +1,4 @@
-"""Which SGLang, and which of its options, the adapter serves. Refusals name the version or the flag."""
+"""The SGLang versions and options that the adapter serves. Refusals name the version or the flag."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def warn_if_untested() -> None:
 
 
 def lacking(read: Reads) -> tuple[str, ...]:
-    """What keeps the SGLang with these sources from being served, in words; nothing where it can be."""
+    """The reasons why the SGLang with these sources cannot be served, as sentences; empty if it can."""
     engine = ReleaseSources(read)
     found = engine.find(f"{uses.BASE}:BasePrefixCache")
     if engine.tree(uses.REGISTRY) is None:
@@ -77,7 +77,8 @@ def require_known_release() -> None:
 
 
 def api_of(base_class: type) -> Api:
-    """Which contract `base_class`, SGLang's BasePrefixCache, is. Raises ConfigError naming the version."""
+    """The contract that `base_class`, SGLang's BasePrefixCache, asks for. Raises ConfigError naming the
+    version."""
     asked: Any = getattr(base_class, "__abstractmethods__", ())
     for api in Api:
         if api.value in asked:

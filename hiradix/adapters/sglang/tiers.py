@@ -281,7 +281,8 @@ class HiRadixHostCache(HiRadixPrefixCache):
         self.inner.release_aborted_request(handle)
 
     def checkpoint(self, req: Any, *, up_to: int, **more: Any) -> None:
-        """As without lower tiers; nothing need be held on the host for it any more, as it runs."""
+        """Insert as without lower tiers, and stop the request's prefetch: a running request needs nothing
+        held on the host."""
         handle = _handle(req)
         if self.explainer is not None:
             self.explainer.explain(req, handle, self._prompt_key)
@@ -289,7 +290,7 @@ class HiRadixHostCache(HiRadixPrefixCache):
         super().checkpoint(req, up_to=up_to, **more)
 
     def _prompt_key(self, req: Any) -> RadixKey:
-        """Its prompt without the last token, which is always computed."""
+        """The key of its prompt without the last token, which is always computed."""
         space = self._space(req.extra_key, req.cache_salt or None, self.is_eagle)
         return RadixKey.first(req.origin_input_ids, max(0, len(req.origin_input_ids) - 1), space)
 

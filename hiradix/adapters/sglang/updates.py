@@ -16,13 +16,15 @@ def watch_updates() -> None:
 
 
 def _updated(told: tuple[bool, str], manager: Any, request: Any, *_: Any) -> None:
-    """After every update. told: whether all went well, the flush too if one was asked for."""
+    """Look at the weights again after an update. told: whether all went well, the flush too if one was asked
+    for."""
     if not (request.flush_cache and told[0]):
         _look(told, manager)
 
 
 def _look(_: Any, manager: Any, *__: Any) -> None:
-    """After a session of updates too: other processes may have written the weights."""
+    """Have the cache look at the weights again; also after a session of updates, as other processes may have
+    written them."""
     put_in = getattr(manager.scheduler.tree_cache, "weights_put_in", None)
     if put_in is not None:
         put_in()

@@ -81,8 +81,8 @@ class Weights:
         return self._of_all(self._own_digest())
 
     def _of_all(self, own: str) -> str:
-        """This rank's digest, or with several ranks one of all of theirs: each fills in its own, and the
-        least are what somebody has filled in."""
+        """This rank's digest; with several ranks, one digest of all of theirs. Each rank fills in its own row
+        of a table, and the minimum over the ranks fills the table."""
         if self._agree is None:
             return own
         rank, size = self._place

@@ -198,8 +198,9 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
         return {"is_attached": role.has_storage, **vars(role.figures), "prefetch": prefetch}
 
     def _in_turn(self, do: Callable[[Any], Any]) -> Any:
-        """What `do` says of the wishes, between two calls of vLLM's scheduler. What it wishes is begun at once,
-        and goes on with vLLM's steps: none comes while vLLM is idle. TimeoutError: no turn came."""
+        """Run `do` on the table of wishes between two calls of vLLM's scheduler, and return its result. A new
+        wish is begun at once and goes on with vLLM's steps, of which there are none while vLLM is idle.
+        TimeoutError: no turn came."""
         if not self._turn.acquire(timeout=TURN_S):
             raise TimeoutError(f"vLLM's scheduler took its turn for {TURN_S:g} s")
         try:
@@ -229,7 +230,8 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
             self._resets.bind(gpu_block_pool)
 
     def _follow_resets(self) -> None:
-        """Of vLLM's own prefix cache: before anything is looked up, read or saved that may be older."""
+        """Reset the planner if vLLM has emptied its prefix cache. Call before anything is looked up, read or
+        saved that may be older."""
         if self._resets.has_seen_one():
             self._planner.reset()
 
@@ -359,7 +361,8 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
             logger.warning("hiradix: copies of a step still run after %g s", SETTLE_S)
 
     def unregister_kv_caches(self) -> None:
-        """Before vLLM sleeps: no copy may be left that uses memory which is about to be taken away."""
+        """Wait for all copies before vLLM sleeps, as its memory is about to be taken away. CacheError: some
+        still run."""
         if self.worker is not None and not self._built.role.settle(SETTLE_S):
             raise CacheError(f"vLLM cannot sleep: copies of KV still run after {SETTLE_S:g} s")
 
@@ -405,7 +408,7 @@ def loads_async(mode: str, vllm_config: VllmConfig, num_groups: int) -> bool:
 
 
 def _events(vllm_config: VllmConfig, kv_cache_config: Any, grouping: Grouping) -> HostEvents | None:
-    """Where vLLM publishes KV events, those of the host tier."""
+    """The events of the host tier as vLLM publishes them; None if vLLM publishes no KV events."""
     listening = vllm_config.kv_events_config
     if listening is None or not listening.enable_kv_cache_events:
         return None

@@ -54,7 +54,7 @@ class HostEvents:
         self._events.append(self.stored(Stored(names, parent, list(tokens), tracked.request.lora_request)))
 
     def record_removed(self, dropped: Sequence[Pages]) -> None:
-        """These host pages are free again."""
+        """Record that host pages are free again: an event with the names of those that had one."""
         names = [self._names.pop(page) for pages in dropped for page in pages.tolist() if page in self._names]
         if names:
             self._events.append(self.removed(names))

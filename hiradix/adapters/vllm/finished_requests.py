@@ -1,4 +1,4 @@
-"""What requests that have ended left on the device, the scheduler's half: what of it is saved, and when.
+"""Decides which device blocks of requests that have ended are saved to the host, and when (scheduler side).
 
 With the next step (`NextStepSaves`), or under write_back when vLLM takes the blocks (`WriteBackSaves`). vLLM
 tells no connector what it evicts. But it evicts a block when it hands it out again, and a step's requests say
@@ -34,14 +34,15 @@ class FinishedRequest:
     ended: Finished | None = None
 
     def without(self, written: set[int]) -> FinishedRequest:
-        """What is left of it when these blocks are written to."""
+        """The same request with the blocks in `written` replaced by the null block."""
         gone = [tuple(NULL_BLOCK if b in written else b for b in blocks) for blocks in self.table]
         return replace(self, table=tuple(gone))
 
 
 @dataclass
 class NextStepSaves:
-    """What requests left that ended since the last step. No step waits for it."""
+    """The requests that ended since the last step, to be saved with the next one. No step waits for these
+    copies."""
 
     _pending: list[FinishedRequest] = field(default_factory=list)
 
@@ -58,11 +59,11 @@ class NextStepSaves:
         return [one.without(blocks) for one in pending]
 
     def forget(self, covers: Callable[[FinishedRequest], bool]) -> None:
-        """What requests left of which `covers` says so is not saved."""
+        """Drop the requests for which `covers` is true: they are not saved."""
         self._pending = [one for one in self._pending if not covers(one)]
 
     def forget_all(self) -> None:
-        """What is on the device is nobody's any more."""
+        """Drop every request; called when vLLM has emptied its prefix cache."""
         self._pending.clear()
 
 
@@ -77,7 +78,8 @@ class FinishedBlocks:
 
 @dataclass
 class WriteBackSaves:
-    """What ended requests left on the device. Holds as many requests as the device has blocks, at most."""
+    """The ended requests whose blocks are still on the device, to be saved when vLLM reuses a block. Holds at
+    most as many requests as the device has blocks."""
 
     _turns: dict[int, int] = field(default_factory=dict)
     _latest: dict[int, FinishedBlocks] = field(default_factory=dict)
@@ -95,7 +97,8 @@ class WriteBackSaves:
             self._latest.update((block, left) for block in blocks if block != NULL_BLOCK)
 
     def taken(self, written: Iterable[int]) -> list[FinishedRequest]:
-        """What a step that writes to these blocks takes away: each request's once, less what is gone."""
+        """The requests that lose a block to a step which writes to `written`: each is returned once, without
+        the blocks that have been overwritten by now."""
         if not self._latest:
             return []
         found: list[FinishedBlocks] = []
@@ -122,12 +125,12 @@ class WriteBackSaves:
         )
 
     def forget(self, covers: Callable[[FinishedRequest], bool]) -> None:
-        """What requests left of which `covers` says so is not saved. O(blocks)."""
+        """Drop the requests for which `covers` is true: they are not saved. O(blocks)."""
         gone = {left for left in set(self._latest.values()) if covers(left.pending)}
         self._latest = {block: left for block, left in self._latest.items() if left not in gone}
 
     def forget_all(self) -> None:
-        """What is on the device is nobody's any more."""
+        """Drop every request; called when vLLM has emptied its prefix cache."""
         self._latest.clear()
 
 

@@ -51,7 +51,7 @@ class StateTensors:
 
     @property
     def num_bytes(self) -> int:
-        """Of one layer's state."""
+        """Bytes of one layer's state."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors)
 
     @property
@@ -100,7 +100,7 @@ class Latent:
 
 
 class Interior(Enum):
-    """What a block and head has inside."""
+    """The order of the bytes within one block of one head."""
 
     TOKENS = "tokens"  # [N, K | V], all but CPU kernels
     K_THEN_V = "k-then-v"  # K as [D, N], then V as [N, D]
@@ -117,7 +117,8 @@ class Grouping:
 
 
 def grouping(specs: Sequence[Any]) -> Grouping:
-    """Which of vLLM's KV cache groups is what, by its spec. Raises ConfigError for kinds not known here."""
+    """Sort vLLM's KV cache groups into a backbone and further components, by their specs. Raises ConfigError
+    for kinds not known here."""
     sizes = {spec.block_size for spec in specs}
     if len(sizes) != 1:
         raise ConfigError(f"--block-size: KV cache groups of different block sizes {sorted(sizes)}")
@@ -181,7 +182,8 @@ def _refuse_states(spec: Any) -> None:
 
 
 def shape_of(spec: Any, num_layers: int, latent: Latent | None) -> CacheShape:
-    """What one layer's cache in a group consists of, times its layers."""
+    """The cache shape of `num_layers` layers of a group. Raises ConfigError for quantisations and layouts not
+    known here."""
     if type(spec).__name__ == STATES:
         tensors = zip(spec.shapes, spec.dtypes, strict=True)
         return StateTensors(num_layers, tuple((tuple(shape), dtype) for shape, dtype in tensors))
@@ -201,7 +203,8 @@ def shape_of(spec: Any, num_layers: int, latent: Latent | None) -> CacheShape:
 
 @dataclass(frozen=True)
 class Blocks:
-    """How a group's blocks lie: `num_blocks` of `page_size` tokens, and what is inside."""
+    """The geometry of a group's blocks: `num_blocks` of `page_size` tokens each, and the order of bytes
+    within one."""
 
     page_size: int
     num_blocks: int
@@ -286,7 +289,8 @@ def _number(name: str) -> int:
 
 
 def group_layers(order: Sequence[str], names: Sequence[str], caches: Mapping[str, torch.Tensor]) -> list[int]:
-    """Which of the model's layers, as `order` counts them, a group has. Raises ConfigError."""
+    """The numbers of a group's layers in `order`, the model's. Raises ConfigError for a layer without a KV
+    cache."""
     missing = [name for name in names if name not in caches]
     if missing:
         raise ConfigError(f"vLLM registered no KV cache for layer {missing[0]}")

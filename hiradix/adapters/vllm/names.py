@@ -1,4 +1,4 @@
-"""How vLLM resolves the names of models and adapters, and models whose pages cannot be named."""
+"""Resolves names of models and adapters as vLLM does, and refuses models whose pages cannot be named."""
 
 from __future__ import annotations
 

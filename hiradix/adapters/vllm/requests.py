@@ -193,8 +193,8 @@ def _folder(path: str) -> Path | None:
 
 @lru_cache(maxsize=1024)
 def _adapter_digest(path: str, _load: int, _as_of: tuple[tuple[str, int, int], ...]) -> str:
-    """Of the weights that vLLM has loaded as number `_load`. Reads all of them. Of weights that are in no
-    folder here, a name that no other process has."""
+    """A digest of all weights of the adapter that vLLM has loaded as number `_load`; for weights that are in
+    no folder here, a name that no other process has."""
     folder = _folder(path)
     return uuid.uuid4().hex if folder is None else origin_of(str(folder), config_name=ADAPTER_CONFIG).revision
 

@@ -251,8 +251,8 @@ class SchedulerRole:
         learn(self.index, tracked, known, ended)
 
     def take_wishes(self, request: Any) -> list[dict[str, Any]] | None:
-        """What becomes of the wishes that a request brought in its `kv_transfer_params`, about its prompt: taken
-        when it ends, before `finished`. None: it brought none."""
+        """Submit the wishes that a request brought in its `kv_transfer_params`, about its prompt, and return
+        their answers; None if it brought none. Call when the request ends, before `finished`."""
         given = (getattr(request, "kv_transfer_params", None) or {}).get(WISHES)
         if given is None:
             return None
@@ -531,8 +531,8 @@ class SchedulerRole:
         }
 
     def take_stats(self) -> dict[str, float]:
-        """By how much counts have grown since the last call, and gauges that have changed, by name; empty if
-        nothing has."""
+        """The growth of counters since the last call, and gauges that have changed, by name; empty if nothing
+        has."""
         if self._is_reported:
             return {}
         self._is_reported = True

@@ -45,7 +45,8 @@ _STOPS = {
 
 
 class AdmissionQueue(RequestQueue):
-    """What waits in vLLM, and of it what is offered to the step: `len` counts all, `bool` asks for an offer.
+    """vLLM's waiting queue, of which the next step sees only what is offered: `len` counts all that wait,
+    `bool` is true if something is offered.
 
     follow: brings the offer up to date; called before each look at it. taken: what was popped since the last
     `follow` and is not back. has_new: something was added since the last offer.

@@ -108,13 +108,13 @@ class PrefetchCounters:
 
 
 class Changes:
-    """By how much counters have grown between two reports."""
+    """Computes the growth of counters between two reports."""
 
     def __init__(self) -> None:
         self._before: dict[str, float] = {}
 
     def until(self, now: Mapping[str, float]) -> dict[str, float]:
-        """By name, what differs from the last call's `now`."""
+        """The differences to the last call's `now`, by name; values that are equal are left out."""
         before, self._before = self._before, dict(now)
         grown = {name: value - before.get(name, 0) for name, value in now.items()}
         return {name: value for name, value in grown.items() if value}

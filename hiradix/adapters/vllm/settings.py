@@ -46,7 +46,7 @@ WRITE_BACK = (
 
 
 def own_settings() -> tuple[Setting, ...]:
-    """Those that only vLLM's mapping has, beside the cache's."""
+    """The settings that only vLLM's mapping has, beside the cache's."""
     return tuple(
         one for _, one in fields_of(Settings) if one.name not in ("admin_api_key", "schedule_policy")
     )

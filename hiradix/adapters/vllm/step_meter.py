@@ -1,5 +1,4 @@
-"""How fast the engine computes prompts, as its scheduler sees it: by when steps are planned, and nothing
-else."""
+"""Measures how fast the engine computes prompts, from the times at which the scheduler plans steps alone."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ class StepMeter:
 
     @property
     def is_open(self) -> bool:
-        """Whether the next step is to be told, whatever it does."""
+        """Whether a measurement is under way, so that the next step must be reported whatever it computes."""
         return self._num_steps > 0
 
     def planned(self, num_tokens: int, is_prompt: bool) -> None:

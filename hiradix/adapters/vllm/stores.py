@@ -1,4 +1,5 @@
-"""Which storage the workers have, the scheduler's half: asked for by any thread, ordered by steps.
+"""The scheduler's side of attaching and detaching storage: any thread asks, and steps carry the orders to
+workers.
 
 One order at a time, as workers follow beside their steps; of several that wait the last word counts. Storage
 that cannot be opened again, as after a reset, is tried every `RETRY_S`; what was asked for, once.
@@ -112,7 +113,7 @@ class StorageTracker:
             self._now, self._is_anew = None, False
 
     def _await_it(self, error: str | None) -> None:
-        """It could not be opened again: the next try is due later."""
+        """Note that storage could not be opened, and when the next try is due; the first failure is logged."""
         if self._due_s == -math.inf:
             logger.warning(
                 "storage: %s; tried again every %g s, until then nothing is stored or read", error, RETRY_S

@@ -1,4 +1,4 @@
-"""Which vLLM the connector serves. What another one is told names its version."""
+"""The vLLM versions and options that the connector serves. Refusals name the version or the flag."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def installed_version() -> str:
 
 
 def lacking(read: Reads) -> tuple[str, ...]:
-    """What keeps the vLLM with these sources from being served, in words; nothing where it can be."""
+    """The reasons why the vLLM with these sources cannot be served, as sentences; empty if it can."""
     return missing(USES, read)
 
 

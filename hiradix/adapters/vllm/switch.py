@@ -1,4 +1,4 @@
-"""Which storage a worker has: opened, attached and let go beside the model's thread."""
+"""A worker's storage, opened, attached and detached on a thread beside the model's."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class StepLoads:
         self.error = self.error or error
 
     def forget(self) -> None:
-        """Nothing of the step is kept any more, or all of it may be."""
+        """Forget the error of the step's loads."""
         self.error = None
 
     def take(self) -> list[tuple[LoadOrder, Result]]:
@@ -166,7 +166,8 @@ class WorkerRole:
     # -- one step -------------------------------------------------------------------------------
 
     def before_forward(self, orders: Orders) -> None:
-        """To be called before anything of the step is written to the device."""
+        """Make the saves that must precede the step, and wait for those whose blocks it writes to. Call
+        before anything of the step is written to the device."""
         saves = [save for save in orders.jobs.saves if save.before_forward]
         if orders.fences or saves:
             with self._changed:
@@ -177,8 +178,8 @@ class WorkerRole:
             self._follow(order)
 
     def _wait_for_saves(self, fenced: set[Ticket]) -> None:
-        """With `_lock` held: until they have read their blocks. One that does not end in time is given up:
-        what it has then is of nobody, however it ends."""
+        """Wait until the saves `fenced` have read their blocks. Call with `_lock` held. A save that does not
+        end in time is given up: whatever it copies is then discarded, however it ends."""
         limit_s = self._controller.limits.gate_timeout_s
         if fenced & self._saving and not self._wait_for(lambda: not fenced & self._saving, limit_s):
             self._overwritten |= fenced & self._saving
@@ -218,7 +219,8 @@ class WorkerRole:
         return self._step.error is not None
 
     def after_forward(self, orders: Orders) -> None:
-        """To be called when the step's forward is launched, or would have been."""
+        """End the step's loads and begin its saves and storage jobs. Call when the step's forward is
+        launched, or would have been."""
         jobs = orders.jobs
         if not (jobs or self._step.loads or self._gone or self.step_failed):
             return
@@ -284,7 +286,8 @@ class WorkerRole:
     # -- inside ---------------------------------------------------------------------------------
 
     def _end_step_loads(self) -> None:
-        """With `_lock` held: the step's own loads have ended, and vLLM and the scheduler role are told how.
+        """Wait for the step's own loads, and tell vLLM and the scheduler role how they ended. Call with
+        `_lock` held.
 
         They fail together. Where layers have given up on one, a copy that ends well makes nothing good.
         """
@@ -310,7 +313,7 @@ class WorkerRole:
         self._saving.add(save.ticket)
 
     def _hand_over(self, job: StorageJob) -> Ticket:
-        """To the controller, as it is; the controller's ticket for it."""
+        """Submit the job to the controller unchanged; the controller's ticket for it."""
         asked = job.payload
         if isinstance(asked, QueryPayload):
             return self._controller.query(asked.rows, asked.num_pages, asked.windows, asked.known)
@@ -341,7 +344,8 @@ class WorkerRole:
             self._take_in()
 
     def _wait_for(self, wanted: Callable[[], bool], timeout_s: float = math.inf) -> bool:
-        """With `_lock` held: until `wanted` or the deadline. Without a thread of its own, it works itself."""
+        """Wait until `wanted` is true or the deadline has passed; whether it is. Call with `_lock` held.
+        Without a thread of its own it works itself."""
         self._take_in()
         if self._thread is not None:
             return self._changed.wait_for(wanted, None if timeout_s == math.inf else timeout_s)

@@ -64,7 +64,8 @@ class KVGroup:
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """What a worker is built from. model: this rank's; num_ranks: workers that share this host's memory."""
+    """The arguments that a worker is built from. model: this rank's; num_ranks: workers that share this
+    host's memory."""
 
     settings: Settings
     grouping: Grouping
@@ -106,7 +107,7 @@ def identity_of(config: Any, name: str, dtype: str | None = None) -> ModelIdenti
 
 
 def model_name(config: Any) -> str:
-    """What a model is called that was given no name: the last part of its path, or of its name on the hub."""
+    """The default name of a model: the last part of its path, or of its repository's name on the hub."""
     path = str(config.model_config.model).rstrip("/")
     repository = repository_of(Path(path))
     return (repository[0] if repository else path).rpartition("/")[2]
@@ -135,8 +136,8 @@ def _otherwise(config: Any, dtype: str | None) -> dict[str, Any]:
 
 
 def _rope(text: Any, max_model_len: int | None) -> dict[str, Any]:
-    """What lengths decide of a rope. Of `longrope` vLLM takes the long factors for every sequence where
-    --max-model-len is beyond what the short ones are for."""
+    """The properties of a rope that depend on `max_model_len`. With `longrope` vLLM takes the long factors
+    for every sequence if --max-model-len exceeds what the short ones are for."""
     lengths: dict[str, Any] = dict(lengths_that_decide(text))
     if max_model_len is not None and unfixed(text, max_model_len, (LONG,)):
         lengths["factors"] = "long"
@@ -187,7 +188,7 @@ def _device_pool(plan: WorkerPlan, shape: CacheShape, caches: Sequence[torch.Ten
 
 
 def _stored_as(plan: WorkerPlan, layers_of: Sequence[Sequence[int]]) -> list[str]:
-    """What storage calls each component: by its kind, as in every engine, where there is one group of it.
+    """Each component's name in storage: its kind, as in every engine, if there is one group of that kind.
 
     vLLM cuts layers of one kind into groups as it sees fit: where there are several, their layers say which.
     In a pipeline its stages' layers do too, by the model's numbers: VLLM_PP_LAYER_PARTITION cuts elsewhere.
@@ -205,7 +206,7 @@ def _stored_as(plan: WorkerPlan, layers_of: Sequence[Sequence[int]]) -> list[str
 
 
 def _kind_of(spec: Any) -> str:
-    """What storage calls the pages of a group beside others, where it is the only one of its kind."""
+    """The name in storage of a group's pages if there are other groups, none of the same kind."""
     kind = type(spec).__name__
     if kind == STATES:
         return f"{STATE_NAME}-{getattr(spec.mamba_type, 'name', spec.mamba_type).lower()}"

@@ -37,7 +37,7 @@ FIRST_TOKEN = 10  # ids below are often special
 
 @dataclass(frozen=True, slots=True)
 class Smaller:
-    """How a recording becomes small: tokens divided by `scale`, seconds by `hurry`.
+    """The reduction of a recording: tokens are divided by `scale`, seconds by `hurry`.
 
     vocabulary: token ids are below that.
     """

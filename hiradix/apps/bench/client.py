@@ -68,7 +68,7 @@ class TokenChoice:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Where one prompt's tokens came from. `unspecified` counts reuse whose tier the server does not tell."""
+    """The sources of one prompt's tokens. `unspecified` counts reuse whose tier the server does not tell."""
 
     device: int = 0
     host: int = 0
@@ -120,7 +120,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class LoadSettings:
-    """How hard a server is driven: requests in flight, tokens an answer, alternatives a token."""
+    """The load on a server: requests in flight, tokens per answer, alternatives per token."""
 
     concurrency: int = 4
     max_tokens: int = 8

@@ -33,7 +33,7 @@ def percentile(values: Iterable[float], q: float) -> float | None:
 
 
 def source_of(answer: Answer) -> str:
-    """Where the largest part of a prompt came from; reuse of an untold tier counts as device."""
+    """The source of the largest part of a prompt; reuse of an untold tier counts as device."""
     s = answer.sources
     counts = {
         "device": s.device + s.unspecified,
@@ -108,7 +108,8 @@ class Identity:
 
 
 def first_difference(ours: Answer, reference: Answer) -> Difference | None:
-    """Where two answers to one prompt part, or None. Without log probabilities the whole text is compared."""
+    """The first place where two answers to one prompt differ, or None. Without log probabilities the whole
+    text is compared."""
     if ours.request != reference.request:
         raise Misuse(f"{ours.request.label} compared with {reference.request.label}")
     label = ours.request.label

@@ -46,7 +46,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How many conversations of each kind there are, and how many of them come back after the restart."""
+    """The number of conversations of each kind, and how many of them come back after the restart."""
 
     num_documents: int = 7
     num_shared: int = 4

@@ -33,7 +33,7 @@ _TOLD_LESS = (400, 403, 404, 405, 422, 500, 501)
 
 
 class CertifyError(CacheError):
-    """Nothing can be said of the server; the message says why and what to do."""
+    """Raised when nothing can be said of the server; the message says why and what to do."""
 
 
 class RequestFailed(CacheError):
@@ -78,7 +78,7 @@ class Reply:
 
     @property
     def wait_s(self) -> float:
-        """Until the first token, or the whole answer where that is all that is known."""
+        """Seconds until the first token; until the whole answer if only that is known."""
         return self.total_s if self.first_s is None else self.first_s
 
 
@@ -382,7 +382,7 @@ class ServerUnderTest:
         )  # fmt: skip
 
     async def ask_patiently(self, prompt: Prompt, **how: Any) -> Reply:
-        """As `ask`, again a few times where the server says that it is too busy, when it says."""
+        """Ask, and ask again a few times if the server says that it is too busy, when it says."""
         for _ in range(NUM_PATIENT):
             try:
                 return await self.ask(prompt, **how)

@@ -36,8 +36,8 @@ class OutOfTime(Exception):
 
 @dataclass(frozen=True)
 class RunSettings:
-    """How a run is made. flush: a path, "none", or None to try the known ones; pressure_tokens: how many
-    tokens of other prompts drive a prompt off the device, None to find out."""
+    """The settings of a run. flush: a path, "none", or None to try the known ones; pressure_tokens: the
+    number of tokens of other prompts that drives a prompt off the device, None to find it out."""
 
     run: str
     minutes: float = 10.0
@@ -145,7 +145,7 @@ class Examiner:
         return seen
 
     def note_sent(self, prompt: Prompt, salt: str | None = None) -> None:
-        """Its beginning may be cached from now on."""
+        """Note that the beginning of a prompt may be cached from now on."""
         self._sent.setdefault(salt, {})[prompt.text] = None
 
     async def _accounted(self, reply: Reply, before: Mapping[str, int] | None) -> Seen:
@@ -257,7 +257,7 @@ class Examiner:
 
     @property
     def copied(self) -> tuple[int, int]:
-        """Of how many facts the model was asked cold, and how many it copied."""
+        """The number of facts the model was asked for cold, and the number it copied."""
         return self._num_asked, self._num_copied
 
     @property

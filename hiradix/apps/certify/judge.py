@@ -1,4 +1,4 @@
-"""When two greedy answers to one prompt count as the same, on an engine that may not be exact.
+"""Judges whether two greedy answers to one prompt count as the same, on an engine that may not be exact.
 
 Rounding differs with what else is in a batch, so equal requests get log probabilities that differ a little, and
 a tie may fall either way. How much that is, is measured first, on answers that used no cache (`Noise`). An
@@ -63,8 +63,8 @@ class AnswerDifference:
 
 @dataclass(frozen=True)
 class Noise:
-    """How far apart cold answers to equal requests are: logprob at most, of `num_tokens` compared; of
-    `num_answers` compared, `num_texts` were of other text."""
+    """The differences between cold answers to equal requests: at most `logprob`, over `num_tokens` compared;
+    of `num_answers` compared, `num_texts` had another text."""
 
     logprob: float = 0.0
     num_tokens: int = 0
@@ -81,7 +81,7 @@ def first_difference(expected: Sequence[str], got: Sequence[str]) -> int | None:
 
 
 def _lead(token: Token, other: str) -> float:
-    """How far `token` is ahead of `other`; a lower bound where that is not among what is told."""
+    """The log probability of `token` less that of `other`; a lower bound if `other` is not among those told."""
     if other in token.top:
         return token.logprob - token.top[other]
     rest = sorted((value for name, value in token.top.items() if name != token.name), reverse=True)
@@ -92,7 +92,7 @@ def _lead(token: Token, other: str) -> float:
 
 
 def _apart(token: Token, other: Token) -> float:
-    """How far their log probabilities are apart; what is no number is as far as can be from all."""
+    """The distance between their log probabilities; infinite if one is not a number."""
     apart = 0.0 if token.logprob == other.logprob else abs(token.logprob - other.logprob)
     return math.inf if math.isnan(apart) else apart
 
@@ -101,7 +101,7 @@ _END = "(end of the answer)"
 
 
 def _gap(expected: Reply, got: Reply, at: int) -> float:
-    """How far the expected token is ahead in the reference; by the answer's own account where it has none."""
+    """The lead of the expected token in the reference; in the answer itself where the reference has ended."""
     if at < len(expected.tokens):
         other = got.tokens[at].name if at < len(got.tokens) else _END
         return _lead(expected.tokens[at], other)
@@ -109,7 +109,7 @@ def _gap(expected: Reply, got: Reply, at: int) -> float:
 
 
 def compared(expected: Reply, got: Reply) -> AnswerDifference:
-    """Where they differ and how far, as if nothing were noise: EQUAL, TEXT or WRONG."""
+    """The difference between two answers and its size, as if nothing were noise: EQUAL, TEXT or WRONG."""
     if not (expected.tokens and got.tokens):
         at = first_difference(expected.text, got.text)
         if at is None:

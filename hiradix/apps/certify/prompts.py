@@ -51,7 +51,7 @@ class Passage:
     facts: tuple[tuple[int, str, str], ...]
 
     def cut(self, num_words: int) -> Passage:
-        """Its first words, with those facts that are whole in them."""
+        """A passage of the first `num_words` words, with the facts that lie whole in them."""
         facts = tuple(fact for fact in self.facts if fact[0] <= num_words)
         return Passage(self.name, self.words[:num_words], facts)
 

@@ -118,7 +118,7 @@ class Arm:
 
     @property
     def reason(self) -> str:
-        """Why it is not right, in a few words."""
+        """The reason why the arm is not right, in a few words."""
         if self.findings:
             return self.findings[0].sentence
         if self.failures and self.state is State.FAILED:

@@ -65,7 +65,7 @@ def table(arms: Mapping[str, Arm]) -> str:
 
 
 def heading(examiner: Examiner) -> str:
-    """How answers were judged, in words."""
+    """The lines of the report that say how answers were judged."""
     able, judge = examiner.server.able, examiner.judge
     asked, copied = examiner.copied
     by = (

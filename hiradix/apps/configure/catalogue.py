@@ -40,7 +40,7 @@ class CatalogueEntry:
     status: str = "implemented"
 
     def as_json(self) -> dict[str, Any]:
-        """For a program."""
+        """The entry as a JSON object."""
         one = self.one
         found: dict[str, Any] = {
             "name": one.name, "owner": self.owner, "status": self.status, "type": one.type.value,
@@ -54,7 +54,7 @@ class CatalogueEntry:
         return found
 
     def lines(self) -> Iterator[str]:
-        """For a reader."""
+        """The entry as lines of text for people."""
         one = self.one
         default = shown_default(one).replace("`", "")
         values = shown_values(one).replace("`", "")
@@ -120,8 +120,8 @@ def _names(entry: CatalogueEntry) -> set[str]:
 
 
 def explained(name: str) -> list[CatalogueEntry | LMCacheKey]:
-    """What goes by `name`: a setting's, a flag, a variable, `disk.max_size`, or a key of LMCache's. Raises
-    ConfigError with the nearest name there is."""
+    """The entries with this name: of a setting, a flag, a variable, a key such as `disk.max_size`, or a key
+    of LMCache's. Raises ConfigError with the nearest name there is."""
     wanted = name.removeprefix("--").replace("-", "_").removeprefix(PREFIX)
     wanted = wanted.lower() if wanted.isupper() else wanted
     entries = known()

@@ -23,7 +23,7 @@ _HEAD = """\
 
 
 def example_toml() -> str:
-    """The text of the file. It is what the server takes, but that the model is not named."""
+    """The text of an example file. The server accepts it, once the model is named."""
     tables: list[Flag] = []
     lines = [_HEAD]
     for section, flags in SECTIONS.items():

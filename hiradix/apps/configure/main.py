@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _taken(arguments: list[str], *switches: str) -> set[str]:
-    """Those of `switches` that stand before anything else; they are taken away."""
+    """Remove the leading arguments that are among `switches`; the set of those removed."""
     found = set()
     while arguments and arguments[0] in switches:
         found.add(arguments.pop(0))
@@ -213,14 +213,14 @@ def _as_file(done: Migration, origin: str) -> str:
 
 
 def _check_migrated(settings: Mapping[str, Any]) -> None:
-    """What was made is what our own table takes."""
+    """Check that our own table accepts the migrated settings. Raises ConfigError."""
     known = {one.name: one for one in (*TABLE, *vllm_settings.own_settings())}
     for name, value in settings.items():
         known[name].check(name, value)
 
 
 def _for_engine(settings: Mapping[str, Any], engine: str) -> Mapping[str, Any]:
-    """What of it goes into an engine's extra config; the rest are that engine's flags."""
+    """The part of the settings that goes into an engine's extra config; the rest are that engine's flags."""
     if engine == "vllm":
         own = (*vllm_settings.CONFIG_KEYS, *(one.name for one in vllm_settings.own_settings()))
         return {name: value for name, value in settings.items() if name in own}

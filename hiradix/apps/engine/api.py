@@ -60,7 +60,8 @@ def is_text(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request picks its tokens and when it ends; a bad value raises RequestError naming the field.
+    """The parameters by which one request picks its tokens and ends; a bad value raises RequestError naming
+    the field.
 
     `temperature` 0, or next to 0, is greedy. `seed` None draws from the engine's own stream; an integer makes
     the request repeatable whatever runs beside it. `logprobs` None returns none, N returns the chosen token's
@@ -149,7 +150,7 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """What a chat template is rendered with: messages as dicts, tools as JSON schemas, variables of its own.
+    """The input of a chat template: messages as dicts, tools as JSON schemas, variables of its own.
 
     opens_answer: the assistant's turn is opened behind the last message; continues_last: that message is the
     assistant's and left open, which excludes it. RequestError names the field.

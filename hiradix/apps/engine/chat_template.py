@@ -92,7 +92,8 @@ class ChatTemplate:
         return self._answer(line)  # it may have ended before
 
     def _asked(self, line: bytes) -> tuple[bytes | None, int | None]:
-        """What the process answers, None after too long; and its exit code where it has not."""
+        """The answer of the process, None after too long; and the exit code of a process that gave no whole
+        answer."""
         if self._process is None:
             raise Misuse("there is a process")
         answer: bytes | None = None
@@ -130,7 +131,8 @@ class ChatTemplate:
 
 
 def _exchanged(process: subprocess.Popen[bytes], line: bytes, until: float) -> bytes | None:
-    """What it answers: without a line's end where the process has ended, None where `until` has passed."""
+    """Send a line to the process and read its answer: without a line's end if the process has ended, None if
+    `until` has passed."""
     stdin, stdout = process.stdin, process.stdout
     if stdin is None or stdout is None:
         raise Misuse("a template's process has pipes")
@@ -156,7 +158,7 @@ def _exchanged(process: subprocess.Popen[bytes], line: bytes, until: float) -> b
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    """Its exit code; where it still runs it is killed."""
+    """End the process, killing it if it still runs; its exit code."""
     for stream in (process.stdin, process.stdout):
         if stream is not None:
             stream.close()

@@ -54,7 +54,8 @@ def check_conservation(
 
 
 def _check_windows(allocator: HybridSlotAllocator, shared: int, own: Sequence[int]) -> None:
-    """Of the window pages: `shared` tokens are the tree's, those beside the pages `own` the requests'."""
+    """Check that each window page is free, the tree's (`shared` tokens), or beside one of the requests' pages
+    `own`."""
     size = allocator.page_size
     beside = allocator.full_to_swa_index_mapping[torch.tensor(own, dtype=torch.int64) * size] // size
     held = beside[beside > 0].tolist()

@@ -302,8 +302,8 @@ class Engine:
         return self.cache.hint(key, scope.hint)
 
     def answer_intent(self, method: str, path: str, body: IntentBody, asked_by: str) -> IntentReply:
-        """What a request to one of the paths of `hiradix.intents.http` is answered; its wish is applied with the
-        next step."""
+        """Answer a request to one of the paths of `hiradix.intents.http`; its wish is applied with the next
+        step."""
         return self._intents.answer(method, path, body, asked_by)
 
     def drain(self, timeout_s: float) -> bool:
@@ -311,7 +311,7 @@ class Engine:
         return self.cache.drain(timeout_s)
 
     def refusal(self, verb: str) -> str | None:
-        """Why an operation that asks for an idle engine is refused now, None if it is idle."""
+        """The reason to refuse an operation that asks for an idle engine now, None if it is idle."""
         if self.is_idle():
             return None
         waiting, running = len(self._scheduler.waiting), len(self._scheduler.running)

@@ -24,14 +24,14 @@ MAX_COMPILE_S = 5.0  # of the processor: the engine may have to do it again, and
 
 
 class Matcher:
-    """How far one answer has come in its grammar. The engine's thread."""
+    """The progress of one answer in its grammar. The engine's thread."""
 
     def __init__(self, matcher: Any):
         self._matcher = matcher
 
     @property
     def failure(self) -> str | None:
-        """Why it can be followed no further, as the library says it; None while it can."""
+        """The library's reason why the grammar can be followed no further; None while it can."""
         if not self._matcher.is_error():
             return None
         return f"the answer's form cannot be followed: {self._matcher.get_error()[:500]}"
@@ -52,7 +52,7 @@ class Matcher:
         logits.masked_fill_(torch.from_numpy(~allowed).to(logits.device), -torch.inf)
 
     def accept(self, token_id: int) -> None:
-        """It was drawn."""
+        """Advance by a token that was drawn."""
         if not self._matcher.is_stopped():
             self._matcher.consume_token(token_id)
 

@@ -1,4 +1,4 @@
-"""What one request changes in its logits before a token is drawn: bias, penalties, a grammar, no end too early.
+"""Changes one request's logits before a token is drawn: bias, penalties, a grammar, no end too early.
 
 Each rank of a model that is cut over processes has the same logits and the same tokens, and so changes alike.
 """
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 class LogitsProcessor:
-    """Of one request, told of each of its tokens; lives as long as the request, retracted or not.
+    """The logits processor of one request, told of each of its tokens; lives as long as the request,
+    retracted or not.
 
     end_token_ids: what ends its answer, forbidden before `min_new_tokens`. Penalties cost two numbers a token of
     the vocabulary, kept from the first answer on.
@@ -40,7 +41,7 @@ class LogitsProcessor:
 
     @property
     def failure(self) -> str | None:
-        """Why the answer's grammar cannot be followed any further, None while it can."""
+        """The reason why the answer's grammar can be followed no further; None while it can."""
         return None if self._matcher is None else self._matcher.failure
 
     @property
@@ -82,7 +83,7 @@ class LogitsProcessor:
 
 
 class _Penalties:
-    """Of one request: which tokens it has had, and how often in its answer."""
+    """The tokens that one request has had, and how often each occurs in its answer."""
 
     def __init__(self, params: SamplingParams, prompt_ids: Sequence[int], logits: torch.Tensor):
         self._params = params

@@ -72,7 +72,7 @@ def load_config(path: str) -> Any:
 
 
 def _refusal(config: Any) -> str | None:
-    """Why a model of a known type is not served, None if it is.
+    """The reason why a model of a known type is not served, None if it is.
 
     Most of it makes KV depend on more than the tokens before: on those behind, on pictures, or on what else a
     pass computes.
@@ -112,7 +112,7 @@ def kv_shape(config: Any, dtype: torch.dtype, tp_size: int = 1) -> KVShape | MLA
 
 @dataclass(frozen=True)
 class Windows:
-    """Which of a model's layers see all of a sequence, and which only its last `size` tokens."""
+    """The layers of a model that see all of a sequence, and those that see only its last `size` tokens."""
 
     size: int
     full_layers: tuple[int, ...]

@@ -49,7 +49,7 @@ class EnginePools:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of a token that is in every pool that goes by tokens."""
+        """Bytes of a token in all pools that go by tokens."""
         pools = (self.device,) if self.states is not None else self.all
         return sum(page_bytes(pool.shape, pool.page_size) for pool in pools) // self.device.page_size
 
@@ -126,7 +126,7 @@ def _with_states(
 
 
 def _pool(shape: CacheShape, layers: Sequence[int], num_pages: int, config: EngineConfig) -> DevicePool:
-    """Of some of the model's layers."""
+    """A pool of some of the model's layers."""
     if not isinstance(shape, KVShape):
         raise Misuse(f"{shape} of a model that mixes kinds of layers")
     own = replace(shape, num_layers=len(layers))

@@ -24,7 +24,8 @@ NO_STATE = 0  # the slot that is never written: the state before the first token
 
 @dataclass(frozen=True)
 class RankCut:
-    """How a recurrent layer is cut over tensor parallel ranks. Its output projection is cut as all others are.
+    """The rule by which a recurrent layer is cut over tensor parallel ranks. Its output projection is cut as
+    all others are.
 
     fields: the config's that say how many heads, groups or channels there are, all of which must be divisible.
     rows: by parameter or submodule, the sizes of the parts that its rows consist of; a rank gets its share of
@@ -40,7 +41,7 @@ class RankCut:
 
 @dataclass(frozen=True)
 class Family:
-    """How a model type of transformers has its recurrent layers.
+    """The recurrent layers of one model type of transformers.
 
     kind: their name in the config's `layer_types`. module: a decoder layer's attribute that keeps the state.
     cache: the argument in which it takes transformers' cache. shape: of the states of so many layers.
@@ -117,7 +118,7 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class States:
-    """What a model's recurrent layers keep, and which layers these are."""
+    """The state of a model's recurrent layers, and the numbers of both kinds of layers."""
 
     shape: StateShape
     full_layers: tuple[int, ...]
@@ -312,7 +313,7 @@ class RecurrentLayer(torch.nn.Module):
 
 
 class CurrentPass:
-    """Where a model's recurrent layers find the pass that runs: their arguments have no room for it."""
+    """The running pass, for a model's recurrent layers to find: their arguments have no room for it."""
 
     def __init__(self) -> None:
         self.states: StatePass | None = None

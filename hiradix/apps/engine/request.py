@@ -22,7 +22,7 @@ _NO_SLOTS = torch.empty(0, dtype=torch.int64)
 
 @dataclass(slots=True)
 class RequestState:
-    """What a running request has of the pool of recurrent states.
+    """A running request's slots in the pool of recurrent states.
 
     slot: its own. source: where its next pass reads. record: has the state behind `record_tokens` tokens.
     """

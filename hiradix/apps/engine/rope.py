@@ -32,7 +32,8 @@ class FixedRope:
 
 
 def fixed_ropes(config: Any, context_length: int) -> dict[str | None, FixedRope]:
-    """By kind of layer (None: all) the ropes that depend on lengths, fixed for sequences of `context_length`.
+    """The ropes that depend on lengths, by kind of layer (None: all), fixed for sequences of
+    `context_length`.
 
     Raises ConfigError naming the key for factors that cannot be computed, and for kinds of rope of which
     nothing is known.

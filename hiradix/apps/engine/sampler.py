@@ -18,7 +18,7 @@ GREEDY_BELOW = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How one row is sampled; `generator` (on the logits' device) is needed when temperature > 0.
+    """The sampling of one row; `generator` (on the logits' device) is needed when temperature > 0.
 
     processor: changes the row before, None for a request that asks for nothing of the kind.
     """

@@ -1,4 +1,5 @@
-"""Where sessions end in the tree: what goes first when pages are short, and what stays if it can."""
+"""Keeps the places in the tree where sessions end, to choose what goes first when pages are short, and what
+stays if it can."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from hiradix.tree import Node, RadixKey
 
 @dataclass(slots=True)
 class _End:
-    """Where a session's last prompt and answer end, `num_tokens` from the root, and whose they are."""
+    """The place where a session's last prompt and answer end, `num_tokens` from the root, and whose they are."""
 
     node: Node
     num_tokens: int
@@ -54,7 +55,7 @@ class SessionEnds:
                 del self._num_at[end.node]
 
     def is_back(self, session: str) -> None:
-        """It is being served: it has not left."""
+        """Note that a session is being served again: it has not left."""
         self._left.pop(session, None)
 
     def take_left(self) -> None:
@@ -95,7 +96,8 @@ class SessionEnds:
                 self._cache.dec_lock_ref(receipt)
 
     def _drop(self, sessions: Sequence[str], num_tokens: int) -> int:
-        """Of these in turn; how many tokens are short still."""
+        """Drop the ends of these sessions in turn until `num_tokens` are freed; the number of tokens still
+        short."""
         short = num_tokens
         for session in sessions:
             if short <= 0:

@@ -44,7 +44,7 @@ def find_gguf() -> Path:
 
 
 def default_cache_dir() -> Path:
-    """Where converted models are kept: hiradix under the user's cache directory."""
+    """The folder of converted models: hiradix under the user's cache directory."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hiradix"
 
 

@@ -79,7 +79,7 @@ class StateSlots:
         return True
 
     def use(self, request: Request, num_tokens: int) -> StateUse:
-        """What a pass that computes the next `num_tokens` tokens does with the state."""
+        """The slots that a pass over the next `num_tokens` tokens reads its state from and writes it to."""
         state = request.state
         if state is None:
             raise Misuse("a running request without a state")
@@ -102,7 +102,7 @@ class StateSlots:
             request.state = None
 
     def _boundary(self, request: Request, num_tokens: int) -> int:
-        """Where the last page ends that the next `num_tokens` tokens fill; 0: none, or nobody asks."""
+        """The end of the last page that the next `num_tokens` tokens fill; 0: none, or nobody asks."""
         if self._cache.disable:
             return 0
         end = (request.num_computed + num_tokens) // self._page_size * self._page_size

@@ -139,7 +139,8 @@ class LoadGates:
         self._slots: tuple[int, ...] = ()
 
     def add(self, slot: int) -> None:
-        """What `ready_to_load_host_cache` gave this step; negative: nothing is loading."""
+        """Add a result of this step's `ready_to_load_host_cache`; a negative one means that nothing is
+        loading, and clears all."""
         if slot < 0:
             self._slots = ()
         elif slot not in self._slots:
@@ -153,7 +154,8 @@ class LoadGates:
     def run(
         self, forward: Callable[[Sequence[PassBuffers]], torch.Tensor], pools: Sequence[DevicePool]
     ) -> torch.Tensor | None:
-        """What `forward` gives once its loads are there; None if one failed, on any rank."""
+        """Run `forward`, whose layers wait for their loads, and return its result; None if a load failed, on
+        any rank."""
         if self._gate is not None:
             self._gate.set_consumer(*self._slots)
         if self._group is None:

@@ -96,9 +96,10 @@ class Tokenizer:
         return "" if self._template is None else self._template.template
 
     def apply_chat(self, conversation: ChatPrompt, context_length: int | None = None) -> list[int]:
-        """Token ids of a conversation; RequestError where the model has no chat template.
+        """Token ids of a conversation.
 
-        The same where the text is none, as in `encode`, and where the template fails or does not end in time.
+        RequestError where the model has no chat template, where the template fails or does not end in time,
+        and where `encode` refuses its text.
         """
         if self._template is None:
             raise RequestError("the model has no chat template; use completions")
@@ -112,7 +113,7 @@ class Tokenizer:
 
 
 def _template_of(tokenizer: Any) -> ChatTemplate | None:
-    """The chat template that transformers would take; None where there is none, or none of several is it."""
+    """The chat template that transformers would take; None without one, or with several and no default."""
     if not tokenizer.chat_template:
         return None
     try:
@@ -191,10 +192,10 @@ class TextStream:
     def _cut_short(self, old: str) -> str:
         """The final part of a long run that shows no text yet.
 
-        Tokens without text, special ones, are forgotten first (a space by itself may show none, two do). In
-        front of an unfinished character is a finished one, a few tokens
-        back; where there is none, the bytes are no text, and are shown as such but for the last, which may
-        begin a character.
+        First, tokens without text, such as special ones, are dropped (a space by itself may decode to nothing,
+        two do not). Otherwise the run ends in an unfinished character: it is cut a few tokens earlier, behind
+        the last finished one. If there is none, the bytes are no text and are shown as U+FFFD, but for the
+        last, which may begin a character.
         """
         pending = self._token_ids[self._shown :]
         kept = [token for token in pending if self._decode([token, token])]

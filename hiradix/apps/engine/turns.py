@@ -91,7 +91,7 @@ class Turns:
     # -- a request's life -------------------------------------------------------------------
 
     def arrived(self, request: Request) -> None:
-        """It waits from now on."""
+        """Add a request to those that wait."""
         self._fresh[request.rid] = request
 
     def begin(self) -> None:
@@ -124,7 +124,7 @@ class Turns:
             self._look(call)
 
     def started(self, request: Request) -> None:
-        """It has its pages."""
+        """Note that a request has its pages."""
         if request.rid not in self._calls:
             return
         loaded = min(request.host_hit_length, request.num_computed)
@@ -144,7 +144,7 @@ class Turns:
             self.controller.served(rid, took_s * count / total)
 
     def answered(self, request: Request) -> None:
-        """A token of it was sampled; the first one is what it has waited for."""
+        """Note that a token of a request was sampled; only its first one counts."""
         if request.rid not in self._calls:
             return
         if self._pass:
@@ -154,7 +154,8 @@ class Turns:
         self.controller.first_token(request.rid)
 
     def ended(self, request: Request, stop: str) -> None:
-        """It runs and waits no more; `stop` of `STOPS`. What it has computed is in the cache."""
+        """Forget a request that neither runs nor waits any more; `stop` of `STOPS`. Its computed pages are in
+        the cache."""
         if self._fresh.pop(request.rid, None) is not None:
             return
         self._calls.pop(request.rid, None)
@@ -269,7 +270,7 @@ class Turns:
 
 
 def _key(request: Request) -> RadixKey:
-    """Of all its tokens but the last."""
+    """The key of all of its tokens but the last."""
     tokens = request.tokens(0, request.num_tokens - 1)
     return RadixKey(tokens, request.extra_key, cache_salt=request.cache_salt)
 

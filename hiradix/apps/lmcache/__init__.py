@@ -1,1 +1,1 @@
-"""What LMCache's settings become: `hiradix config migrate`."""
+"""Translates LMCache's settings into ours: `hiradix config migrate`."""

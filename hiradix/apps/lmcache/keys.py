@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Fate(enum.Enum):
-    """What became of a key. The value is how the table says it."""
+    """The outcome of a key's migration. The value is the table's text for it."""
 
     BECOMES = "becomes"
     ALWAYS = "always so"
@@ -49,7 +49,7 @@ EXTRA_KEYS: Mapping[str, LMCacheKey] = _keys(_TABLES["extra_config"])
 
 
 def foreign_key(name: str) -> str | None:
-    """What to say of an outermost key of LMCache's in a file of ours; None of others."""
+    """The advice on an outermost key of LMCache's in a file of ours; None for other keys."""
     key = KEYS.get(name)
     if key is None:
         return None

@@ -50,7 +50,7 @@ class Told:
 
     @property
     def line(self) -> str:
-        """As in the head of the new file."""
+        """The line for the head of the new file."""
         return f"{self.name}: {self.text}"
 
 

@@ -1,4 +1,4 @@
-"""How many agents a machine carries: so many that 95 % of their first tokens come within a bound.
+"""Finds how many agents a machine carries: the most of which 95 % of the first tokens come within a bound.
 
 Found by playing recorded sessions in the closed loop, once for every number that is tried. The cache and the
 order of service are the real ones; time is the lab's model, so the answer is as good as the rates are.
@@ -37,7 +37,8 @@ class Memory:
             raise ConfigError("--storage-gib needs --host-gib: what storage has comes over the host")
 
     def tiers(self, bytes_per_token: float) -> Tiers:
-        """In tokens of whole blocks. ConfigError where one that is there holds no block."""
+        """The sizes of the tiers in tokens, rounded down to whole blocks. ConfigError where a given size
+        holds no block."""
         sizes = {}
         for tier in ("device", "host", "storage"):
             size = getattr(self, f"{tier}_gib")
@@ -51,7 +52,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked. most: agents, at most. limit_s: of real time for all orders of service together.
+    """The question to answer. most: agents, at most. limit_s: real seconds for all orders of service
+    together.
 
     context_tokens: a model's longest prompt and answer; sessions with a longer one are left out.
     """
@@ -111,7 +113,7 @@ def _answer(
     question: Question, file: SessionFile, tiers: Tiers, schedule: str, may_go_on: Callable[[], bool],
     tried: Tried,
 ) -> Row:  # fmt: skip
-    """For one order of service; what was found until `may_go_on` is False."""
+    """The row for one order of service, as far as it was found before `may_go_on` became False."""
     ran_out = False
 
     def has_time() -> bool:

@@ -35,7 +35,8 @@ _ANSWERED_S = 1e-9
 
 @dataclass(frozen=True)
 class ServerRates:
-    """What it does in a second. chunk_tokens: computed between two questions who is next."""
+    """The rates of the simulated server, per second. chunk_tokens: computed between two choices of who is
+    next."""
 
     machine: Machine = field(default_factory=Machine)
     decode_rate: float = 40.0
@@ -95,7 +96,7 @@ class Answered:
 
     @property
     def hit_percent(self) -> float:
-        """Of all prompt tokens."""
+        """Hits in percent of all prompt tokens."""
         return 100 * sum(self.hit_tokens.values()) / max(self.prompt_tokens, 1)
 
     def waits(self) -> dict[str, float]:
@@ -152,7 +153,7 @@ class ClosedLoop:
 
     @property
     def waits(self) -> list[tuple[float, float, float]]:
-        """Of each first token until now what `Answered` has: waited, due, short."""
+        """One tuple (waited, due, short) for each first token until now, as in `Answered`."""
         return self._waits
 
     def play(self, gives_up: Callable[[ClosedLoop], bool] | None = None) -> Answered:

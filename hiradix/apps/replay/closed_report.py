@@ -47,7 +47,7 @@ class ClosedCell:
 
     @property
     def memory_gib(self) -> float:
-        """Of device and host tier."""
+        """GiB of the device and host tiers together."""
         return (self.tiers.device + self.tiers.host) * self.server.machine.bytes_per_token / GIB
 
 
@@ -76,10 +76,10 @@ def most_agents(
     cell: ClosedCell, file: SessionFile, p95_s: float, make: Make | None = None, most: int = 1 << 16,
     may_go_on: Callable[[], bool] = lambda: True, tried: Callable[[int, bool], None] = lambda agents, good: None,
 ) -> int:  # fmt: skip
-    """How many agents, up to `most` and as far as the file has sessions, wait at most `p95_s` for 95 % of
-    their first tokens: doubled until they do not, then halved in between. A run ends as soon as that is out of
-    reach. may_go_on: once it is False, the most that were found to fit. tried: told of every run.
-    """
+    """The largest number of agents, up to `most` and as far as the file has sessions, that wait at most
+    `p95_s` for 95 % of their first tokens: doubled until they do not, then bisected. A run ends as soon as
+    the bound is out of reach. may_go_on: once it is False, the most that were found to fit. tried: called for
+    every run."""
 
     def is_good(agents: int) -> bool:
         if agents > most or not may_go_on():
@@ -163,7 +163,7 @@ def add_closed_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_crowd_flags(group: argparse._ArgumentGroup) -> None:
-    """How agents come, and what answers them."""
+    """Add the flags on how agents arrive and what serves them."""
     add = group.add_argument
     add("--turns", type=int, default=40, help="of each agent, at most (default: 40)")
     add("--spread", type=float, default=600.0, metavar="S", help="in which agents start (default: 600)")
@@ -173,7 +173,7 @@ def add_crowd_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def closed_rows(args: argparse.Namespace, sizes: Sequence[int], machine: Machine) -> list[Row]:
-    """What the flags ask for; ConfigError names a bad one."""
+    """The rows of the runs that the flags ask for; ConfigError names a bad flag."""
     if args.p95 is not None and not 0 < args.p95 < float("inf"):
         raise ConfigError(f"--p95 must be > 0, got {args.p95:g}")
     if args.sessions is None:

@@ -28,7 +28,7 @@ class _Event(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """When a script runs, and how many of its sessions start per second."""
+    """The time in which a script runs, and how many of its sessions start per second."""
 
     rate: float
     start_s: float = 0.0
@@ -36,7 +36,7 @@ class _Span(NamedTuple):
 
 
 class _Growth(NamedTuple):
-    """How a conversation goes on: P(another turn | turns), think time, blocks at first and per turn."""
+    """The growth of a conversation: P(another turn | turns), think time, blocks at first and per turn."""
 
     goes_on: Callable[[int], float]
     think_s: float

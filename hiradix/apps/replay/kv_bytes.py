@@ -1,4 +1,5 @@
-"""How many bytes a model's cache takes, by its `config.json`: of each token, of a window, of a state."""
+"""Computes the bytes that a model's cache takes, from its `config.json`: of each token, of a window, of a
+state."""
 
 from __future__ import annotations
 
@@ -46,11 +47,11 @@ class KVBytes:
 
     @property
     def most_per_token(self) -> int:
-        """Of a token where layers with a window keep every token, too: one pool for all layers."""
+        """Bytes of a token if layers with a window keep every token, too: one pool for all layers."""
         return self.per_token + self.per_window_token
 
     def lines(self) -> Iterator[str]:
-        """For a reader."""
+        """The sizes as lines of text for people."""
         yield f"{self.per_token} bytes per token, in {self.layers[FULL]} layers that keep every token"
         if self.layers[WINDOW]:
             yield (
@@ -72,9 +73,8 @@ def is_model(path: Path) -> bool:
 
 
 def read_kv_bytes(path: Path, element_bytes: int | None, flag: str = "--model ") -> KVBytes:
-    """Of the model in a folder, or of its config.json. element_bytes: of a number in the cache; None: as the
-    config says. ConfigError names the flag, the file and the field.
-    """
+    """The cache sizes of the model in a folder, or with this config.json. element_bytes: of a number in the
+    cache; None: as the config says. ConfigError names the flag, the file and the field."""
     file = path / "config.json" if path.is_dir() else path
     try:
         with file.open("rb") as opened:
@@ -117,7 +117,7 @@ def kv_bytes(config: Mapping[str, Any], element_bytes: int | None = None) -> KVB
 
 
 def _kinds(config: Mapping[str, Any]) -> Iterator[str]:
-    """Of each layer, the first of the fields that tells it."""
+    """The kind of each layer, from the first field that tells it."""
     num = _count(config, "num_hidden_layers")
     listed = config.get("layer_types") or config.get("layers_block_type")
     if listed:
@@ -146,7 +146,7 @@ def _kinds(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _windowed(config: Mapping[str, Any], num: int) -> Iterator[str]:
-    """Of a model without a list of its layers: all alike, or some with a window."""
+    """The kind of each layer of a model without a list of layers: all alike, or some with a window."""
     if not config.get("sliding_window") or not config.get("use_sliding_window", True):
         yield from [FULL] * num
     elif config.get("sliding_window_pattern"):
@@ -167,7 +167,7 @@ def _window_field(config: Mapping[str, Any]) -> str:
 
 
 def _element_bytes(config: Mapping[str, Any]) -> int:
-    """Of a number in the cache: as the checkpoint asks for, else as its weights."""
+    """Bytes of a number in the cache: as the checkpoint asks for, else as its weights."""
     quantised = config.get("quantization_config") or {}
     scheme = quantised.get("kv_cache_scheme") or {}
     if scheme.get("num_bits"):
@@ -185,7 +185,7 @@ def _type_bytes(config: Mapping[str, Any]) -> int:
 
 
 def _layer_bytes(config: Mapping[str, Any], element: int) -> int:
-    """Of one token in one layer of attention."""
+    """Bytes of one token in one layer of attention."""
     if config.get("kv_lora_rank"):  # one latent for all heads
         latent = (_count(config, "kv_lora_rank") + _count(config, "qk_rope_head_dim")) * element
         if not config.get("index_head_dim"):
@@ -203,7 +203,7 @@ def _layer_bytes(config: Mapping[str, Any], element: int) -> int:
 
 
 def _state_bytes(config: Mapping[str, Any], num_layers: int, element: int) -> int | None:
-    """Of one recurrent state in all layers that keep one: a convolution's tail, and float32 numbers."""
+    """Bytes of one recurrent state in all layers that keep one: a convolution's tail, and float32 numbers."""
     if "linear_num_key_heads" in config:  # a gated delta rule
         keys = _count(config, "linear_num_key_heads") * _count(config, "linear_key_head_dim")
         values = _count(config, "linear_num_value_heads") * _count(config, "linear_value_head_dim")

@@ -32,7 +32,7 @@ TELL_S = 0.2
 
 @dataclass(frozen=True)
 class Source:
-    """Where a trace comes from: a file, or `synthetic:KIND`. Small enough to hand to every process.
+    """The source of a trace: a file, or `synthetic:KIND`. Small enough to hand to every process.
 
     fleet: how a file of sessions is merged; seed is that of a synthetic trace.
     """

@@ -1,4 +1,4 @@
-"""What an experiment found: one table, one JSON file, plots."""
+"""The output of an experiment: one table, one JSON file, plots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trace is played on: the real tree, cache and controller over pools without memory.
+"""A cache to play traces on: the real tree, cache and controller over pools without memory.
 
 A block of the trace is one page, named by one token: the tree, its orders and the cache run as in production,
 only nothing is copied. Transfers end at once, in the order the controller gives them.

@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _agents(args: argparse.Namespace) -> str:
-    """How many the machine carries; told on stderr how far it is."""
+    """The number of agents that the machine carries, as text; progress goes to stderr."""
     if args.model is not None and args.bytes_per_token is not None:
         raise ConfigError("--model and --bytes-per-token say the same")
     if args.kv_element_bytes is not None and args.model is None:
@@ -88,7 +88,7 @@ def _print_try(schedule: str, agents: int, is_good: bool) -> None:
 
 
 def _more_memory(args: argparse.Namespace) -> str:
-    """What it would bring."""
+    """Advice on what more memory would bring."""
     if args.trace is None:
         raise ConfigError("a TRACE is needed, or --device-gib: how many agents a machine carries; see --help")
     if args.device_tokens < 0:
@@ -108,7 +108,7 @@ def _more_memory(args: argparse.Namespace) -> str:
 
 
 def _model(folder: Path, element_bytes: int | None) -> str:
-    """What a model's cache takes."""
+    """The size of a model's cache, as text."""
     found = read_kv_bytes(folder, element_bytes, flag="")
     return "\n".join([f"{folder}:", *(f"  {line}" for line in found.lines())])
 

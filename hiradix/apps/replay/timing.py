@@ -1,4 +1,4 @@
-"""What hits are worth in time: a model of the time to first token, from rates a user can measure."""
+"""The value of hits in time: a model of the time to first token, from rates a user can measure."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class AnswerJob:
 
 
 class Answering:
-    """What all dialects share: one engine, its model's names, and who may ask.
+    """The part that all dialects share: one engine, its model's names, and who may ask.
 
     names: the model's, the first is the one it is listed under first. tool_format: None: as the template says.
     """
@@ -125,7 +125,7 @@ class Answering:
         return await self._long_answers.run(make, SHOW_TIMEOUT_S) if is_long else make()
 
     def conversation(self, messages: Sequence[Json], tools: Sequence[Json] = (), **more: Any) -> ChatPrompt:
-        """What the chat template is rendered with; tools in words where it has no place for them. ApiError."""
+        """The input of the chat template; tools are put into words if it has no place for them. ApiError."""
         if not self._has_tools and (tools or any(_is_of_tools(message) for message in messages)):
             messages, tools = described(messages, tools), ()
         try:
@@ -233,8 +233,8 @@ class Answering:
         raise AssertionError("the stack suppresses nothing")
 
     def _taken(self, job: AnswerJob) -> list[str]:
-        """Its answers' names, which are no others' until they are given back: whoever leaves ends what has
-        them. ApiError where another request has one."""
+        """Reserve the names of a job's answers until they are given back: whoever leaves ends the answers
+        with these names. ApiError if another request has one."""
         rids = [generation.rid for generation in job.generations]
         if not self._serving.isdisjoint(rids):
             raise ApiError("request_id: a request of this name is being served", param="request_id")
@@ -253,7 +253,7 @@ class Answering:
 
 
 def _wrapped(seed: int) -> int:
-    """As 64 bits have it."""
+    """The seed wrapped into 64 bits, signed."""
     return (seed + 2**63) % 2**64 - 2**63
 
 

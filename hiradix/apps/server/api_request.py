@@ -1,4 +1,5 @@
-"""What every dialect makes of a body, and what is known of an answer: nothing here knows any dialect."""
+"""The common form of requests and answers, which every dialect translates to and from; nothing here knows any
+dialect."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ MOST_ANSWERS = 128  # of one request, n of each prompt
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """How an answer may call functions. form: how calls are written, by the model or a grammar; is_forced: it
-    must call one; most_one: at most one."""
+    """The way an answer may call functions. form: how calls are written, by the model or a grammar; is_forced:
+    it must call one; most_one: at most one."""
 
     form: ToolFormat
     is_forced: bool = False
@@ -37,13 +38,14 @@ class ToolUse:
         return {"tool_markers": markers, **({"skip_special_tokens": False} if self.form.is_special else {})}
 
     def reader(self) -> CallReader:
-        """For one answer."""
+        """A new reader, for one answer."""
         return CallReader(self.form, 1 if self.most_one else None)
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """What an answer must match. field: of the body, which says so; make: its grammar, beside the event loop."""
+    """The form that an answer must match. field: the body's field that asks for it; make: its grammar, called
+    beside the event loop."""
 
     field: str
     make: Callable[[], str]
@@ -167,7 +169,7 @@ class Tally:
 
     @property
     def usage(self) -> Usage:
-        """Of all prompts and answers so far."""
+        """The usage of all prompts and answers so far."""
         firsts = [one for index, one in self._by_answer.items() if index % self._num_answers == 0]
         return Usage(
             sum(one.prompt_tokens for one in firsts),

@@ -1,4 +1,4 @@
-"""Who may call what: four levels, bearer keys compared in constant time, one table of paths."""
+"""Access control: four levels, bearer keys compared in constant time, one table of paths."""
 
 from __future__ import annotations
 

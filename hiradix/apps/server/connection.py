@@ -57,7 +57,7 @@ def most_connections() -> int:
 
 
 def http_settings(keep_alive_s: float = KEEP_ALIVE_S) -> dict[str, Any]:
-    """How uvicorn serves our applications, as arguments of its Config. Headers say nothing of who asks."""
+    """The arguments of uvicorn's Config for our applications. Headers say nothing of who asks."""
     return {
         "lifespan": "off",
         "log_config": None,
@@ -148,7 +148,8 @@ class Connection(H11Protocol):
             self._end_within(HEAD_TIMEOUT_S)
 
     def send_400_response(self, msg: str) -> None:
-        """Where it is too late for an answer uvicorn's own would raise, a traceback in the log for each."""
+        """Refuse a request that cannot be read, and close the connection. uvicorn's own would raise where it
+        is too late for an answer, with a traceback in the log for each."""
         REFUSALS["invalid"] += 1
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             refusal = TOO_LONG if self.conn.status == 431 else INVALID
@@ -226,7 +227,7 @@ class Connection(H11Protocol):
         return num_bytes[0] > 0
 
     def _is_kept(self) -> bool:
-        """Nothing is under way on a connection that had an answer."""
+        """Whether the connection is idle between two requests, after at least one answer."""
         return self.cycle is not None and self.conn.our_state is h11.IDLE
 
     def _has_begun(self) -> bool:

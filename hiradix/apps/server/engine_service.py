@@ -104,7 +104,7 @@ class EngineService:
         return await self._thread.acall(lambda engine: engine.hint(prompt_ids, scope), ADMIN_TIMEOUT_S)
 
     async def answer_intent(self, method: str, path: str, body: IntentBody, asked_by: str) -> IntentReply:
-        """What a path of `hiradix.intents.http` answers."""
+        """Answer a request to a path of `hiradix.intents.http`, on the engine's thread."""
         return await self._thread.acall(
             lambda engine: engine.answer_intent(method, path, body, asked_by), ADMIN_TIMEOUT_S
         )

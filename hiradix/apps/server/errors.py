@@ -1,4 +1,4 @@
-"""What a client is told went wrong with its request."""
+"""The errors that a client is told of, and their bodies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What clients send that this server does not do: taken at the value that changes nothing, else refused by name.
+"""The fields that clients send and this server does not serve: accepted at the value that changes nothing,
+else refused by name.
 
 `docs/http-api.md` has the table.
 """

@@ -150,7 +150,7 @@ PATH_KEYS = {"disk": disk_config.PATH_KEY, "file": file_config.PATH_KEY}
 
 
 def said_by_flags(arguments: Sequence[str]) -> dict[str, Given]:
-    """By setting, what the command line says. Raises ConfigError with one line that names the flag, and no
+    """The settings on the command line, by name. Raises ConfigError with one line that names the flag, and no
     value of an unknown one: it may be a key."""
     args, left = make_parser().parse_known_args(list(arguments))
     if left:
@@ -357,7 +357,7 @@ def _cache_config(found: Resolved, name: str) -> tuple[HiCacheConfig, tuple[str,
 
 
 def _of_host_tier(found: Resolved) -> list[str]:
-    """What is said of the host tier and below, and where."""
+    """The places of all settings of the host tier and below that are given."""
     below = ("hicache_", "file_storage_path", "disable_hicache_")
     return [found.where(name) for name in found.table if name.startswith(below) and name in found.given]
 
@@ -373,7 +373,7 @@ def _check_names(config: HiCacheConfig) -> None:
 
 
 def _other_names(model_path: str) -> tuple[str, ...]:
-    """By which a model without a served name is known beside its path: its folder's name."""
+    """The further names of a model without a served name, beside its path: that of its folder."""
     name = Path(model_path).expanduser().resolve().name
     return (name,) if name and name != model_path else ()
 

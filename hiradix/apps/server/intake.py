@@ -34,7 +34,8 @@ Encode = Callable[[], Sequence[int]]
 
 
 class Intake:
-    """Of one application. Bodies keep their bytes until `release`; their first FREE_BYTES are not counted."""
+    """The bodies that one application is reading. The bytes of each count until `release`, but for its first
+    FREE_BYTES."""
 
     def __init__(self, max_bytes: int = MAX_BYTES):
         self._max_bytes = max_bytes

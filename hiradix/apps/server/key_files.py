@@ -60,7 +60,7 @@ def read_tenants(flag: str, path: str) -> tuple[dict[str, str | None], tuple[str
 
 
 def _pairs(where: str, text: str) -> list[tuple[str, str, object]]:
-    """Where each key is, the key and its tenant."""
+    """The entries of a key file: their place, the key and its tenant."""
     if _is_json_list(text):  # lines of it would be taken for keys: the bracket by itself, too
         raise ConfigError(f"{where}: is a JSON array, expected an object of tenants by key, or lines")
     if text.lstrip().startswith("{"):

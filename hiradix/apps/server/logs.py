@@ -54,7 +54,7 @@ def _message(record: logging.LogRecord) -> str:
 
 
 class TextLines(logging.Formatter):
-    """For a reader. What broke is told below the line."""
+    """Formats records as text for people. An exception follows below the line."""
 
     def format(self, record: logging.LogRecord) -> str:
         own = _request_id.get()
@@ -64,7 +64,7 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """For a program: one object a line, what broke in it."""
+    """Formats records as JSON, one object a line, an exception in it."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {

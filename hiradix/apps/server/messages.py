@@ -64,7 +64,7 @@ class ItemBody(StrictBody):
 
 
 class FunctionCall(StrictBody):
-    """Which function, with which arguments, as JSON."""
+    """The called function and its arguments, as JSON."""
 
     name: str
     arguments: str | dict[str, Any] = "{}"
@@ -79,7 +79,7 @@ class ToolCall(StrictBody):
     index: int | None = None
 
     def plain(self, field: str) -> Json:
-        """As templates take it: arguments are an object. ApiError."""
+        """The call in the form of chat templates: arguments are an object. ApiError."""
         arguments: Any = self.function.arguments
         if isinstance(arguments, str):
             try:
@@ -128,7 +128,7 @@ class MessageBody(StrictBody):
 
     @property
     def text(self) -> str:
-        """Its content, parts put together."""
+        """The message's content, parts put together."""
         return joined_text(self.content or self.refusal or "")
 
 
@@ -179,7 +179,7 @@ class ToolBody(StrictBody):
     function: FunctionBody
 
     def plain(self) -> Json:
-        """As templates take it."""
+        """The tool in the form of chat templates."""
         function = self.function.model_dump(exclude_none=True, exclude={"strict"})
         return {
             "type": "function",
@@ -209,7 +209,7 @@ Choice = Literal["none", "auto", "required"] | NamedTool
 def tool_use(
     answering: Answering, tools: Sequence[Json], choice: Choice | None, parallel: bool | None
 ) -> tuple[ToolUse | None, Sequence[Json]]:
-    """How an answer may call, None where it may not; and the functions it may be forced to call. ApiError."""
+    """The way an answer may call, None if it may not; and the functions it may be forced to call. ApiError."""
     if not tools:
         if choice not in (None, "none", "auto"):
             raise ApiError("tool_choice: there are no tools", param="tool_choice")

@@ -207,6 +207,6 @@ class TraceRecorder:
                 logger.warning("--record-trace %s: its last line is lost: %s", self._path, error)
 
     def discard(self) -> None:
-        """As if it had never been made: the file is gone."""
+        """Close the recording and delete its file."""
         self.close()
         self._path.unlink(missing_ok=True)

@@ -21,7 +21,8 @@ class Sparing(logging.Filter):
         self._said: dict[str, tuple[float, int]] = {}  # when last, and how often not since
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """For a logger whose warnings are a few fixed texts, as there is an entry for each."""
+        """Let one warning of each text pass in WARN_EVERY_S. For a logger whose warnings are a few fixed
+        texts, as there is an entry for each."""
         if record.levelno != logging.WARNING:
             return True
         now_s, text = self._clock(), str(record.msg)

@@ -1,4 +1,4 @@
-"""What OpenAI's shapes of answers share: usage, events, names of tokens, what every chunk repeats."""
+"""The parts of answers that OpenAI's dialects share: usage, events, names of tokens, the head of every chunk."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def event(record: Mapping[str, Any], name: str = "") -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What every chunk of one answer repeats, and what the caller asked to see in it."""
+    """The fields that every chunk of one answer repeats, and the extras that the caller asked for."""
 
     id: str
     created: int

@@ -38,7 +38,7 @@ class JsonSchemaForm(StrictBody):
 
 
 class ResponseFormat(StrictBody):
-    """What an answer must be: text, a JSON object, or JSON of a schema."""
+    """The form of an answer: text, a JSON object, or JSON of a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaForm | None = None
@@ -162,7 +162,7 @@ class GenerationBody(AddressedBody):
 
     @property
     def own_id(self) -> str | None:
-        """What the client calls the request."""
+        """The client's name for the request."""
         return self.request_id or self.rid
 
     @property

@@ -54,7 +54,7 @@ NOBODYS = Owner()
 
 
 class AddressedBody(StrictBody):
-    """Which model, and whose cache."""
+    """The part of a body that names the model, and whose cache is used."""
 
     model: str | None = None
     cache_salt: Name | None = None
@@ -118,7 +118,7 @@ _RANK = {"value_error": 3, "literal_error": 2, "extra_forbidden": 1, **dict.from
 
 
 def _field(entry: Any) -> str:
-    """Where it is, without the names of the kinds that a value may be; an unknown name as it was sent."""
+    """The field at fault, without the names of the kinds that a value may be; an unknown name as it was sent."""
     is_new = entry["type"] == "extra_forbidden"
     known, new = (entry["loc"][:-1], entry["loc"][-1:]) if is_new else (entry["loc"], ())
     names = [str(part) for part in known if isinstance(part, int) or part.isidentifier() and part != "str"]

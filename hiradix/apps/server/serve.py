@@ -53,7 +53,7 @@ _FLAGS = {"tp_size": "--tp-size", **{name: one.flag for name, one in fields_of(E
 
 
 class _Ending:
-    """When the process is to end, once it was told to; a thread sees to that, whatever hangs."""
+    """The deadline for the process to end, once a signal came; a thread enforces it, whatever hangs."""
 
     def __init__(self) -> None:
         self.status = 0

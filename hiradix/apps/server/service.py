@@ -168,7 +168,8 @@ class Service(Protocol):
         """Tell the eviction policy `scope.hint` of a conversation; its cached tokens."""
 
     async def answer_intent(self, method: str, path: str, body: IntentBody, asked_by: str) -> IntentReply:
-        """What a path of `hiradix.intents.http` answers; TimeoutError where the engine has no turn for it."""
+        """Answer a request to a path of `hiradix.intents.http`; TimeoutError if the engine has no turn for
+        it."""
         ...
 
     async def snapshot(self) -> Snapshot:

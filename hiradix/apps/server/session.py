@@ -27,7 +27,7 @@ class SessionBody(AddressedBody):
         return Scope(*self.namespace(owner), hint=hint, session=self.session_id or session)
 
     def conversation(self, answering: Answering) -> ChatPrompt:
-        """What its tokens are made of. ApiError."""
+        """The conversation to make tokens of. ApiError."""
         tools = [tool.plain() for tool in self.tools or ()]
         kwargs = self.chat_template_kwargs or {}
         return answering.conversation(plain_messages(self.messages or ()), tools, template_kwargs=kwargs)

@@ -44,7 +44,7 @@ Delta = TextDelta | CallDelta
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a family of models writes calls.
+    """The way a family of models writes calls.
 
     begin, end: texts before and behind a call, or a list of them; begin "": the answer is calls where it starts
     like them. parse: reads what is between, None for JSON objects of `name` and `arguments`, which are read as
@@ -106,7 +106,7 @@ def _xml(text: str) -> Calls:
 
 
 def _json(value: Any) -> str:
-    """As JSON; half a character, which UTF-8 has no bytes for, stays escaped."""
+    """The value as JSON; half a surrogate pair, which UTF-8 has no bytes for, stays escaped."""
     text = json.dumps(value, ensure_ascii=False)
     return text if is_text(text) else json.dumps(value)
 
@@ -272,12 +272,12 @@ class CallReader:
         self.num_calls = 0
 
     def push(self, piece: str) -> list[Delta]:
-        """What is known by now."""
+        """Read a further piece of the answer; the text and parts of calls that are certain by now."""
         self._rest += piece
         return self._read(final=False)
 
     def finish(self) -> list[Delta]:
-        """What was held back."""
+        """End the answer; the text and parts of calls that were held back."""
         return self._read(final=True)
 
     def _read(self, final: bool) -> list[Delta]:
@@ -341,7 +341,8 @@ class CallReader:
         return []
 
     def _no_call(self) -> list[Delta]:
-        """What follows is no call: it is text, with its mark where there was no call behind that."""
+        """Treat the rest as text, as it is no call; with the mark in front of it, unless a call followed
+        that."""
         mark = self._form.begin if self.num_calls == 0 else ""
         text, self._rest, self._in_calls, self._begun = mark + self._rest, "", False, True
         return [TextDelta(text)]
@@ -458,7 +459,7 @@ class _GrowingObject:
                 self._taken = self._from
 
     def take(self) -> str:
-        """What is new of the arguments."""
+        """The part of the arguments that is new since the last call."""
         end = len(self.text) if self._to is None else self._to
         new, self._taken = self.text[self._taken : end], max(self._taken, end)
         return new

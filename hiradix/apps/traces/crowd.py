@@ -37,7 +37,8 @@ class Agent(NamedTuple):
 
 @dataclass(frozen=True)
 class Crowd:
-    """Which agents there are: `agents` sessions drawn by `seed`, of each up to `turns` requests in a row.
+    """The agents of a closed loop: `agents` sessions drawn by `seed`, of each up to `turns` requests in a
+    row.
 
     They start within the first `spread_s`, evenly. Sub-agents are left out. shares_heads: see `Fleet`.
     """
@@ -99,7 +100,7 @@ def fitting(file: SessionFile, tokens: int) -> SessionFile:
 
 
 def _held_tokens(session: AgentSession, request: AgentRequest) -> int:
-    """In whole blocks, as the closed loop holds them."""
+    """The tokens a request holds, in whole blocks, as the closed loop holds them."""
     prompt = len(request.ids) * session.block_tokens // BLOCK
     return (prompt + request.output_tokens // BLOCK + 1) * BLOCK
 
@@ -117,5 +118,5 @@ def repeated(file: SessionFile, agents: int) -> SessionFile:
 
 
 def working_set_tokens(agents: list[Agent]) -> int:
-    """Of each agent its longest prompt, together."""
+    """The tokens of the longest prompt of each agent, added up."""
     return sum(max(len(turn.blocks) for turn in agent.turns) * BLOCK for agent in agents)

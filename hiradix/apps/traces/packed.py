@@ -22,14 +22,16 @@ def zstandard_for(what: str) -> Any:
 
 
 class Packer(NamedTuple):
-    """Of one file. pack: what it takes for a piece of text; end: what it ends with, where it is whole."""
+    """The compressor of one file. pack: the bytes to write for a piece of text; end: the bytes that end a
+    whole file."""
 
     pack: Callable[[bytes], bytes]
     end: Callable[[], bytes]
 
 
 def packer(what: str, suffix: str) -> Packer:
-    """How a file with this suffix is written; ConfigError, which names `what`, without its compressor."""
+    """The packer for files with this suffix; ConfigError, which names `what`, if its compressor is not
+    installed."""
     if suffix == ".gz":
         gzip = zlib.compressobj(wbits=_GZIP)
         return Packer(lambda piece: gzip.compress(piece) + gzip.flush(zlib.Z_SYNC_FLUSH), gzip.flush)

@@ -74,7 +74,7 @@ def _reader(path: Path, first: Record) -> tuple[int, Callable[[Record], TraceReq
 
 
 def _answer(record: Record) -> int:
-    """Its tokens; 1 where nothing is said of them."""
+    """The number of tokens of a record's answer; 1 if it does not say."""
     return 1 if field_of(record, _ANSWER) is None else max(1, count_of(record, *_ANSWER))
 
 
@@ -86,8 +86,8 @@ def _delay(record: Record) -> float:
 
 
 def _mooncake() -> Callable[[Record], TraceRequest]:
-    """With `delay` (ms, AIPerf's) for `timestamp`: so long after the request before it of its session, or of
-    all where it names none. Answers take no time here."""
+    """A reader of Mooncake's records. A `delay` (ms, AIPerf's) in place of `timestamp` counts from the
+    request before it in its session, or from the last of all if it names none. Answers take no time here."""
     last: dict[str, float] = {}
 
     def read(record: Record) -> TraceRequest:

@@ -1,4 +1,4 @@
-"""Text files of records: unpacked, line by line, and fields that are what they should be.
+"""Reads text files of records: unpacks them, splits them into lines, and checks each field.
 
 Files may be compressed (.gz, .xz, .zst). A bad line is an error that names it, but for the last one of a
 recording that was cut off in it.
@@ -200,7 +200,7 @@ def time_of(record: Record, *names: str) -> float:
 
 
 def time_at(record: Record, name: str) -> float:
-    """As `time_of`, of a field that must be there."""
+    """The seconds in a field that must be there, as `time_of` reads them. KeyError without it."""
     if record.get(name) in (None, ""):
         raise KeyError(name)
     return time_of(record, name)

@@ -64,7 +64,7 @@ class AgentSession(NamedTuple):
 
     @property
     def turns(self) -> tuple[AgentRequest, ...]:
-        """Its own requests that have a prompt, without those of its sub-agents."""
+        """The session's own requests that have a prompt, without those of its sub-agents."""
         return tuple(r for r in self.requests if isinstance(r, AgentRequest) and r.ids)
 
 
@@ -195,7 +195,8 @@ def _seconds(request: Record, name: str) -> float:
 
 @dataclass(frozen=True)
 class Fleet:
-    """How sessions become one trace. sessions: how many of the file, drawn by `seed`; None: all of them.
+    """The rule by which sessions become one trace. sessions: how many of the file, drawn by `seed`; None: all
+    of them.
 
     mean_gap_s: between the starts of two, exponential. shares_heads: sessions with equal model and equally
     many tokens of tools and system prompt begin with the same blocks.

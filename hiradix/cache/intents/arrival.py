@@ -33,7 +33,8 @@ class Arrival:
         self._num_orders = 0
 
     def usable(self, most_pages: int) -> Node:
-        """Where what is in the tier ends, `most_pages` at most. Splits the node it ends in."""
+        """The deepest node at which the pages in the tier end, `most_pages` at most. Splits the node it ends
+        in."""
         tree = self._planner.tree
         match = self._planner.match(self.key.head(max(0, most_pages), tree.page_size))
         if self._tier is DEVICE:
@@ -93,7 +94,7 @@ class Arrival:
         return bool(self._awaited)
 
     def stop(self) -> None:
-        """Nothing is fetched or kept for it any more."""
+        """Stop fetching, and keep nothing for it any more."""
         prefetcher = self._planner.prefetcher
         if prefetcher is not None and self._was_fetched:
             prefetcher.abort(self._handle)

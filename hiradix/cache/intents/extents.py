@@ -1,4 +1,5 @@
-"""How far something is there, in each tier and component, looked up without counting a use or a split."""
+"""Looks up how far something is there, in each tier and component, without counting a use or splitting a
+node."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ NAMES: Final = ("device", "host")
 
 
 def found_of_prefix(planner: Planner, key: RadixKey) -> dict[str, Found]:
-    """How far `key` can be used in each tier of the tree. O(path)."""
+    """The part of `key` that can be used in each tier of the tree. O(path)."""
     tree = planner.tree
     node, child, matched = tree.follow(key)
     steps = [(n, n.num_pages) for n in tree.path(node)]
@@ -43,7 +44,7 @@ def found_of_prefix(planner: Planner, key: RadixKey) -> dict[str, Found]:
 
 
 def found_of_nodes(planner: Planner, nodes: Iterable[Node]) -> dict[str, Found]:
-    """What some nodes have in each tier of the tree."""
+    """The pages that some nodes have in each tier of the tree."""
     counts = [[0] * len(planner.tree.components) for _ in TIERS]
     for node in nodes:
         for tier in TIERS:

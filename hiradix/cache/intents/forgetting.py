@@ -88,7 +88,7 @@ class Forgetting(IntentJob):
         self.advance()
 
     def _plan_storage(self, branches: list[Branch]) -> None:
-        """What storage is to forget that the tree need not have."""
+        """Plan which pages storage is to forget, whether or not the tree has them."""
         planner, selector = self._planner, self.intent.selector
         if not planner.has_storage:
             self._is_stored = False
@@ -110,7 +110,7 @@ class Forgetting(IntentJob):
         self._left.append(DeletePayload(_no_rows(tree), is_last=True))
 
     def _forget_names(self, branches: list[Branch]) -> None:
-        """What the policy remembers of it by name, and the session."""
+        """Have the policy forget the pages' names, and the table of sessions the session."""
         if self._learner is not None:
             for branch in branches:
                 self._learner.forget_behind(branch.key, branch.cut)
@@ -147,7 +147,7 @@ class Forgetting(IntentJob):
         return not in_use
 
     def _covered(self) -> list[Node]:
-        """What of the tree is to be forgotten and is in one of the tiers still, parents first. O(that)."""
+        """The nodes to forget that are still in one of the tiers, parents first. O(their number)."""
         found = [] if self._removal is None else self._removal.nodes()
         self._going_down = self._find_going_down() if found else set()
         return [node for node in found if self._is_due(node)]
@@ -158,7 +158,7 @@ class Forgetting(IntentJob):
         return self._is_stored and node not in self._named
 
     def _find_going_down(self) -> set[Node]:
-        """What copies and backups that run bring, on to storage too, to a tier that this wish empties."""
+        """The nodes that running copies and backups bring to a tier that this wish empties, storage too."""
         planner, kinds = self._planner, [JobKind.WRITE] if self._is_stored or HOST in self._tiers else []
         if self._is_stored:
             kinds.append(JobKind.STORE)
@@ -167,7 +167,7 @@ class Forgetting(IntentJob):
         return {node for end in ends for node in planner.tree.path(end)}
 
     def _held_by_others(self, covered: Iterable[Node]) -> set[Node]:
-        """Of these, what leases keep that this wish may not end."""
+        """The nodes of `covered` that are held by leases which this wish may not end."""
         nodes = set(covered)
         leases = [lease for lease in self._book.leases.values() if lease.locks and not self.may_end(lease)]
         held = (

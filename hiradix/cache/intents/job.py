@@ -44,7 +44,7 @@ class IntentJob(ABC):
         """One step more; also where its deadline has passed, which `is_over` says."""
 
     def nodes(self) -> Iterable[Node]:
-        """Where the paths end that it has held or brought."""
+        """The ends of the paths that it has held or brought."""
         return ()
 
     @abstractmethod
@@ -56,18 +56,18 @@ class IntentJob(ABC):
         return self._planner.clock() >= self.deadline_s
 
     def end(self, state: IntentState, reason: str = "") -> None:
-        """It ends so, once."""
+        """Let go of everything and end in this state; only the first call counts."""
         if self.is_open:
             self.let_go()
             self.state, self.reason = state, reason
 
     def refuse(self, reason: str) -> None:
-        """It is not taken, and says nothing of what it was made to look at."""
+        """Refuse the wish, and reveal nothing of what it was made to look at."""
         self.found.clear()
         self.state, self.reason = IntentState.REFUSED, reason
 
     def receipt(self) -> Receipt:
-        """What has become of it by now."""
+        """The wish's receipt as of now."""
         left = max(0.0, self.deadline_s - self._planner.clock()) if self.is_open else 0.0
         return Receipt(
             self.id, self.intent, self.state, self.done, self.total, self.clipped, self.reason, left,

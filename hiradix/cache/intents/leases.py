@@ -136,7 +136,7 @@ class LeaseBook:
         self.leases: dict[int, Lease] = {}
 
     def _held(self, tier: Tier, tenant: str | None = None, but: Lease | None = None) -> HeldPages:
-        """What leases hold in a tier, of one tenant or of all. O(held nodes)."""
+        """The pages that leases hold in a tier, of one tenant or of all. O(held nodes)."""
         held = HeldPages(self._planner.tree)
         for lease in self.leases.values():
             if lease.tier is tier and lease is not but and tenant in (None, lease.intent.asked_by):
@@ -161,7 +161,7 @@ class LeaseBook:
         return caps
 
     def most_pages(self, lease: Lease, key: RadixKey) -> int:
-        """How many leading pages of `key` a lease may hold now."""
+        """The number of leading pages of `key` that a lease may hold now."""
         planner, tier, tenant = self._planner, lease.tier, lease.intent.asked_by
         node, child, matched = planner.tree.follow(key)
         at = node if child is None else child
@@ -189,7 +189,7 @@ class LeaseBook:
         )
 
     def why_clipped(self, lease: Lease, key: RadixKey) -> str:
-        """Which budget keeps a lease from holding all of `key`."""
+        """The budget that keeps a lease from holding all of `key`, in words."""
         tier, tenant, name = lease.tier, lease.intent.asked_by, lease.intent.tiers[0]
         if lease.intent.max_bytes is not None and not self._planner.page_bytes[BACKBONE]:
             return "max_bytes: what a page takes is not known here"
@@ -202,7 +202,7 @@ class LeaseBook:
         )
 
     def amount_of(self, lease: Lease) -> Amount:
-        """What one lease holds, others or not."""
+        """The amount that one lease holds, whether or not others hold it too."""
         held = HeldPages(self._planner.tree)
         for lock in lease.locks:
             held.add_lock(lock)

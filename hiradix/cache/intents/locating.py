@@ -15,7 +15,7 @@ from hiradix.tree import RadixKey
 
 
 class Lookup(InFlightJob):
-    """How much storage has of a prefix is being asked."""
+    """A lookup of how much storage has of a prefix, under way."""
 
     __slots__ = ("wish",)
 

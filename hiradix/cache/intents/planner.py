@@ -1,4 +1,4 @@
-"""What wishes are carried out with: the parts of one planner, of whichever executor."""
+"""The parts that wishes are carried out with: those of one planner, over whichever executor."""
 
 from __future__ import annotations
 
@@ -55,15 +55,16 @@ class Planner:
 
     @property
     def backup(self) -> StorageBackup | None:
-        """What brings host pages to storage."""
+        """The backup of host pages to storage; None without one."""
         return None
 
     def match(self, key: RadixKey) -> Match:
-        """What of `key` may be used. Splits the node it ends in."""
+        """The usable part of `key`: a match without what is being forgotten. Splits the node it ends in."""
         return self.removals.usable(self.tree.match(key))
 
     def refusal(self, tier: str) -> str:
-        """Why a tier that is in this engine is not in this planner's hands; "" where it is, or is not there."""
+        """The reason why a tier of this engine is not in this planner's hands; "" if it is, or if there is no
+        such tier."""
         return ""
 
     def is_good(self, node: Node) -> bool:
@@ -101,17 +102,17 @@ class Planner:
 
     @property
     def page_bytes(self) -> tuple[int, ...]:
-        """Of a page of each component; 0 where nobody has said so."""
+        """Bytes of a page of each component; 0 while they are not known."""
         known = tuple(self.executor.page_bytes) if self.executor is not None else ()
         return known or (0,) * len(self.tree.components)
 
     def amount(self, pages: list[int]) -> Amount:
-        """So many pages of each component."""
+        """The amount of so many pages of each component."""
         size = sum(count * each for count, each in zip(pages, self.page_bytes, strict=True))
         return Amount(pages[BACKBONE], pages[BACKBONE] * self.tree.page_size, size)
 
     def backbone(self, num_pages: int) -> Amount:
-        """So many pages of the backbone, with the bytes of that alone."""
+        """The amount of so many pages of the backbone, with the bytes of that alone."""
         return self.amount([num_pages] + [0] * (len(self.tree.components) - 1))
 
     def pages_of(self, node: Node, tier: Tier) -> list[int]:

@@ -1,4 +1,4 @@
-"""What is being forgotten: which keys that covers, and what of the tree is theirs.
+"""The removals under way: the keys that each covers, and the nodes of the tree that are theirs.
 
 From when a removal begins until it ends nothing that it covers is matched, entered or fetched, so it comes to an
 end however many ask for it. Requests that ran when it began put nothing of it back later either.
@@ -53,7 +53,7 @@ def _fork(tree: RadixTree, key: RadixKey, num_pages: int) -> int:
 
 
 class Removal:
-    """What one wish forgets: some branches, or all of a tenant's, or everything.
+    """The range of one wish to forget: some branches, all of a tenant's, or everything.
 
     number: of removals, since start. wish: the forget that it is of.
     """
@@ -159,14 +159,14 @@ class Removals:
         return tuple(self._open)
 
     def begin(self, wish: int, selector: Selector, branches: Sequence[Branch]) -> Removal:
-        """Nothing that this covers is there for anybody from here on."""
+        """Begin a removal: from here on no match finds anything that it covers."""
         self.number += 1
         removal = Removal(self._tree, self.number, wish, selector, branches)
         self._open.append(removal)
         return removal
 
     def end(self, removal: Removal) -> None:
-        """What it covers may come again, but from requests that ran when it began."""
+        """End a removal: what it covers may be cached again, except by requests that ran when it began."""
         self._open.remove(removal)
         self._past.append(removal)
         self._num_past_tokens += removal.num_tokens

@@ -1,4 +1,4 @@
-"""What a selector names, in the tree as it is now."""
+"""Finds the nodes that a selector names, in the tree as it is now."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def keys_of(planner: Planner, selector: Selector, sessions: Sessions) -> list[Ra
 
 
 def ends_of(planner: Planner, selector: Selector, sessions: Sessions) -> list[Node]:
-    """Where the paths end of all that it names in the tree. O(nodes of that)."""
+    """The ends of all paths that the selector names in the tree. O(nodes of these)."""
     tree, key = planner.tree, selector.key
     if selector.kind is SelectorKind.SESSION:
         return session_ends(selector, sessions)
@@ -33,7 +33,7 @@ def ends_of(planner: Planner, selector: Selector, sessions: Sessions) -> list[No
 
 
 def session_ends(selector: Selector, sessions: Sessions) -> list[Node]:
-    """Where a session's prompts end, of its tenant's where the selector names one."""
+    """The ends of a session's prompts, of its tenant's where the selector names one."""
     ends = sessions.ends(selector.name)
     return [end for end in ends if selector.tenant in ("", end.space.tenant)]
 

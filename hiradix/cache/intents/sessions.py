@@ -1,4 +1,4 @@
-"""Which prompts a session has sent lately, by its name: places in the tree, no tokens."""
+"""Remembers the latest prompts of each session, by its name: places in the tree, no tokens."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Sessions:
             self._ends.popitem(last=False)
 
     def ends(self, name: str) -> list[Node]:
-        """Where prompts of a session end that are in the tree still, the last one first."""
+        """The ends of a session's prompts that are still in the tree, the last one first."""
         return self._known(name)
 
     def forget(self, name: str) -> None:
-        """Nothing is known of a session any more."""
+        """Forget a session."""
         self._ends.pop(name, None)
 
     def clear(self) -> None:

@@ -101,12 +101,12 @@ class Intents:
         return job.receipt()
 
     def receipt(self, intent_id: int) -> Receipt | None:
-        """What has become of a wish by now; None: it is not known any more."""
+        """The receipt of a wish as of now; None if it is not known any more."""
         job = self._jobs.get(intent_id)
         return None if job is None else job.receipt()
 
     def receipts(self, asked_by: str | None = None) -> list[Receipt]:
-        """Of all wishes that are known, or of one who asked, oldest first."""
+        """The receipts of all known wishes, or of those of one who asked, oldest first."""
         return [
             job.receipt()
             for job in self._jobs.values()
@@ -221,7 +221,7 @@ class Intents:
     # -- what is refused at once ----------------------------------------------------------
 
     def _refusal(self, intent: Intent, is_new: bool = True) -> str:
-        """Why a wish is not taken; "": it is."""
+        """The reason why a wish is not taken; "": it is."""
         tiers, planner = intent.tiers, self.planner
         if self._is_anothers(intent):
             return "not yours: a tenant names what is in his own namespaces"
@@ -327,7 +327,8 @@ class Intents:
     # -- figures ------------------------------------------------------------------------
 
     def tenants(self) -> list[TenantUse]:
-        """What each tenant has in the tiers of the tree, those with the most bytes first. O(nodes)."""
+        """The pages and bytes of each tenant in the tiers of the tree, those with the most bytes first.
+        O(nodes)."""
         planner, used = self.planner, dict[str, list[list[int]]]()
         kinds = len(planner.tree.components)
         for node in planner.tree.nodes():

@@ -61,7 +61,8 @@ _REGION = re.compile(r"[a-z0-9\-]{1,64}")
 
 
 class AttachRefused(ConfigError):
-    """Of a request: its text names the setting and the kind of failure, and may be answered."""
+    """Raised when a request may not attach a store. Its text names the setting and the kind of failure, and
+    may be sent to the client."""
 
     def __init__(self, param: str, kind: str):
         super().__init__(f"{param}: {kind}")
@@ -355,8 +356,9 @@ def _check_redis(rule: Rule, keys: Mapping[str, Any], before: str) -> None:
 
 
 def _check_s3(rule: Rule, keys: Mapping[str, Any], before: str) -> None:
-    """Buckets of a permitted endpoint are permitted; those of a provider only by `url=`, as anyone has one
-    there. An endpoint is what decides for `s3://` alone: libraries have other names for those of others."""
+    """Check an S3 bucket: buckets of a permitted endpoint are permitted; those of a provider only by `url=`,
+    as anyone has one there. An endpoint decides for `s3://` alone: libraries have other names for those of
+    others."""
     bucket, endpoint = _bucket(str(keys.get("url", ""))), keys.get("endpoint")
     if bucket is None:
         raise AttachRefused(f"{before}url", NOT_ALLOWED)

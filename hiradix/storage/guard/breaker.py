@@ -36,7 +36,7 @@ class Troubles(NamedTuple):
     reads: int = 0
 
     def and_those(self, other: Troubles) -> Troubles:
-        """Of two stores together."""
+        """The sum of the troubles of two stores."""
         return Troubles(*(a + b for a, b in zip(self, other, strict=True)))
 
 
@@ -54,7 +54,8 @@ _CLOSED = BreakerState.CLOSED
 
 @dataclass(frozen=True)
 class BreakerLimits:
-    """When to open, and how many seconds to stay open before the first probe and at most before a later one.
+    """Limits of a breaker: failures until it opens, and the seconds it stays open before its first probe and,
+    at most, before a later one.
 
     A `retry_max_s` below `retry_after_s` means `retry_after_s`.
     """
@@ -87,8 +88,8 @@ class BreakerLimits:
 
 
 class Breaker:
-    """Of one kind of call. Thread-safe. Every admission must be answered with `record`, once. No lock while
-    nothing fails."""
+    """The circuit breaker of one kind of call. Thread-safe. Every admission must be answered with `record`,
+    once. Takes no lock while nothing fails."""
 
     def __init__(self, limits: BreakerLimits, clock: Callable[[], float]):
         self._limits = limits
@@ -109,12 +110,12 @@ class Breaker:
 
     @property
     def num_changes(self) -> int:
-        """How often the state has changed."""
+        """The number of changes of the state."""
         return self._epoch
 
     @property
     def num_failed(self) -> int:
-        """How many calls were recorded as failures."""
+        """The number of calls recorded as failures."""
         return self._num_failed
 
     @property
@@ -138,7 +139,7 @@ class Breaker:
             return Admission(self._epoch)
 
     def record(self, admission: Admission, ok: bool | None) -> bool:
-        """How an admitted call ended; None: it did not come so far that this could be told.
+        """Record how an admitted call ended; None: it ended before this could be told.
 
         True when this is news: it works no longer, or again. A probe that failed is none.
         """
@@ -168,7 +169,8 @@ class Breaker:
             self._open(longer=False)
 
     def retry_now(self) -> None:
-        """Where it is open the next call is a probe: for one who has reason to think that it works again."""
+        """If the breaker is open, make the next call a probe: for a caller that has reason to think that the
+        store works again."""
         with self._lock:
             self._retry_at_s = self._clock()
 

@@ -48,7 +48,7 @@ class FlagsWithReason(list[bool]):
 
 
 def reasons_of(answer: Sequence[bool]) -> Mapping[MissReason, int]:
-    """How many pages of a `get` or `put` are missing for each reason that is known."""
+    """The number of missing pages of a `get` or `put` for each known reason."""
     return answer.reasons if isinstance(answer, FlagsWithReason) else {}
 
 

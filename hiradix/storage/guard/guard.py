@@ -180,7 +180,7 @@ class GuardedStorage(StoragePart):
 
     @property
     def backend(self) -> StorageBackend:
-        """What is guarded. Another one in its place must hold the same pages and have the same traits."""
+        """The guarded backend. Another one in its place must hold the same pages and have the same traits."""
         return self._backend
 
     @backend.setter
@@ -200,7 +200,7 @@ class GuardedStorage(StoragePart):
     # -- pages --------------------------------------------------------------------------
 
     def exists(self, keys: Sequence[str]) -> int:
-        """How many leading keys are there: a hint. 0 on any fault, and while nothing can be read.
+        """The number of leading keys that are there: a hint. 0 on any fault, and while nothing can be read.
 
         The first lookup that finds something after reads' retry interval reads a page, to see whether that
         works again.
@@ -247,7 +247,7 @@ class GuardedStorage(StoragePart):
 
     @property
     def troubles(self) -> Troubles:
-        """Of lookups and reads, here and in stores within."""
+        """The troubles of lookups and reads, here and in stores within."""
         within: Troubles = getattr(self._backend, "troubles", NO_TROUBLES)
         lookups, reads = self.breakers.of(Op.EXISTS), self.breakers.of(Op.GET)
         changes = lookups.num_changes + reads.num_changes

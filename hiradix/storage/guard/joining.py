@@ -306,7 +306,7 @@ class JoiningStorage(StoragePart):
     # -- pages ----------------------------------------------------------------------------
 
     def exists(self, keys: Sequence[str]) -> int:
-        """How many leading keys are there."""
+        """The number of leading keys that are there; 0 until the store has joined."""
         store = self._store
         if store is not None:
             return store.exists(keys)
@@ -342,7 +342,7 @@ class JoiningStorage(StoragePart):
 
     @property
     def troubles(self) -> Troubles:
-        """As a guard has them; being joined is a change."""
+        """The guard's troubles; joining counts as one change."""
         store = self._store
         return NO_TROUBLES if store is None else store.troubles.and_those(Troubles(changes=1))
 

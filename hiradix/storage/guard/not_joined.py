@@ -1,4 +1,4 @@
-"""Stands for a backend that is not there, for what can be checked around it all the same."""
+"""A stand-in for a backend that has not been reached, so that wrappers around it can be checked."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hiradix.storage.protocol import Page, StorageBackend, Traits
 
 
 class NotJoined(StorageBackend):
-    """Every call raises StorageError, but `close`, which does nothing."""
+    """A backend whose calls raise StorageError, but `close`, which does nothing. traits: the real one's."""
 
     def __init__(self, traits: Traits):
         self.traits = traits

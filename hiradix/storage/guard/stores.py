@@ -20,7 +20,7 @@ class PageStore(ABC):
 
     @abstractmethod
     def exists(self, keys: Sequence[str]) -> int:
-        """How many leading keys it has."""
+        """The number of leading keys it has."""
 
     @abstractmethod
     def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
@@ -63,7 +63,8 @@ class PageStore(ABC):
 
     @property
     def num_adopted(self) -> int:
-        """How often what others had stored was found to be of these weights; 0 where nothing is compared."""
+        """The number of times that pages of others were found to be of these weights; 0 where nothing is
+        compared."""
         return 0
 
     @property
@@ -83,7 +84,7 @@ class StoragePart(PageStore):
     @property
     @abstractmethod
     def backend(self) -> StorageBackend:
-        """What is guarded; where it is not there yet, one that raises StorageError."""
+        """The guarded backend; before it has been reached, one that raises StorageError."""
 
     @property
     @abstractmethod
@@ -169,7 +170,7 @@ class Stores:
 
     @property
     def state(self) -> BreakerState:
-        """Of the breakers that all share."""
+        """The state of the breakers, which all parts share."""
         return self.guards[0].state
 
     def clear(self) -> bool:

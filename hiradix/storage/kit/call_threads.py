@@ -61,8 +61,8 @@ class CallThread:
         threading.Thread(target=self._work, name="hiradix-storage", daemon=True).start()
 
     def staging(self, num_bytes: int, which: int = 0) -> memoryview:
-        """`num_bytes` of page-aligned memory that is the call thread's, which has two of them; contents are
-        what was there."""
+        """`num_bytes` of page-aligned memory of the call thread, which has two such areas; contents are left
+        from earlier."""
         if len(self._memory[which]) < num_bytes:
             self._memory[which] = staging_memory(num_bytes)
         return self._memory[which][:num_bytes]
@@ -115,7 +115,7 @@ class CallThread:
 
 
 class AbandonedThreads:
-    """How many call threads of closed pools are in calls that have not ended, in this process. Thread-safe."""
+    """Counts, over this process, the call threads of closed pools whose calls have not ended. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -21,7 +21,7 @@ class DamagedKeys:
         self._lock = threading.Lock()
 
     def note(self, keys: Iterable[str]) -> None:
-        """These were read and are bad."""
+        """Remember keys whose pages were read and are bad."""
         with self._lock:
             for key in keys:
                 self._keys[key] = None

@@ -1,4 +1,4 @@
-"""Which page files there are, coldest first."""
+"""An index of page files, coldest first."""
 
 from __future__ import annotations
 

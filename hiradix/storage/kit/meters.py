@@ -25,7 +25,7 @@ class Op(Enum):
 
 
 class MissReason(Enum):
-    """Why a page was not read, or not stored. Few enough to label a metric."""
+    """The reason why a page was not read, or not stored. Few enough to label a metric."""
 
     ABSENT = "absent"  # the backend said no, and no more: it is not there
     DAMAGED = "damaged"  # seal or checksum say that these are not the bytes that were stored

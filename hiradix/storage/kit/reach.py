@@ -1,4 +1,4 @@
-"""Which errors say that a store cannot be reached now, and which that it never will be with these values."""
+"""Tells errors of a store that cannot be reached now from errors that these settings will always give."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 def refusal(folder: Path, names: Sequence[str] = ()) -> OSError | None:
-    """Why no file can be made in a folder that is there, or those of `names` in it that are there not be
-    written; None where they can, or where the disk is only full."""
+    """The error why no file can be made in a folder that exists, or why one of `names` in it cannot be
+    written; None if they can, or if the disk is only full."""
     path = folder / f"probe-{os.getpid()}-{os.urandom(4).hex()}"
     try:
         os.close(os.open(path, _CREATE, 0o600))

@@ -111,7 +111,8 @@ class _Page:
         self.seal = _NO_SEAL
 
     def lay(self, block: memoryview, at: int, address: int) -> None:
-        """Its part of the block, which begins at `at`: the page, if it must be there, and the seal.
+        """Take this page's part of the block, which begins at `at`: room for the page, if it must be copied,
+        and for the seal.
 
         address: of that part.
         """
@@ -146,33 +147,33 @@ class LaidOut:
 
     @property
     def spans(self) -> list[list[Span]]:
-        """Of each page, the addresses and lengths to write or read in order."""
+        """For each page, the addresses and lengths to write or read in order."""
         return [one.spans for one in self._pages]
 
     @property
     def num_bytes(self) -> list[int]:
-        """Of each page, seal included."""
+        """Bytes of each page, seal included."""
         return [one.num_bytes for one in self._pages]
 
     def gather(self) -> None:
-        """Before writing: copy the pages that have to be."""
+        """Copy the pages that lie outside registered memory into the block. Call before writing."""
         for one in self._pages if self.num_copied else ():
             if one.is_copied:
                 gather(one.page, one.body[0])
 
     def scatter(self, index: int) -> None:
-        """After reading a page: it is in the caller's buffers then."""
+        """Copy a page that has been read to the caller's buffers, if it is not there already."""
         one = self._pages[index]
         if one.is_copied:
             scatter(one.body[0], one.page)
 
     def seal(self, sealer: Sealer) -> None:
-        """After `gather`: seal every page."""
+        """Seal every page. Call after `gather`."""
         for one in self._pages:
             one.seal[:] = sealer.seal(one.key, one.body)
 
     def check(self, index: int, sealer: Sealer) -> Verdict:
-        """After reading a page: whether it is what was sealed. If so it is in the caller's buffers."""
+        """Check a page that has been read against its seal; if it is GOOD, copy it to the caller's buffers."""
         one = self._pages[index]
         verdict = sealer.check(one.seal, one.key, one.body)
         if verdict is Verdict.GOOD:

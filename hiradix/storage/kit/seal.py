@@ -35,7 +35,7 @@ class Running(Protocol):
     """The border to checksum libraries: a checksum of bytes that come piece by piece."""
 
     def update(self, data: memoryview, /) -> Any:
-        """These come next."""
+        """Add the next bytes."""
 
     def intdigest(self) -> int:
         """The checksum of all that came."""

@@ -10,7 +10,7 @@ from hiradix.errors import StorageError
 
 
 class UnderWay:
-    """How many calls are under way, until it is closed. Thread-safe."""
+    """Counts the calls that are under way, until it is closed. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -152,7 +152,8 @@ class Account:
             return Entered(frozenset(entered), max(0, used + wanted - limit_bytes))
 
     def confirm(self, tenant: str, pages: Mapping[str, AccountEntry]) -> list[str]:
-        """Which pages, put just now, somebody deletes or has deleted. They are in the account, as leaving."""
+        """The pages, of those put just now, that somebody deletes or has deleted. They stay in the account,
+        as leaving."""
         with self._database() as db:
             lost = [key for key in pages if not _stays(db, key)]
         if lost:
@@ -224,7 +225,7 @@ class Account:
             return _used(db, tenant)
 
     def largest(self, num_tenants: int) -> tuple[int, list[tuple[str, int]]]:
-        """How many tenants have pages, and the bytes of those with the most."""
+        """The number of tenants with pages, and the bytes of those that have the most."""
         with self._database() as db:
             order = "SELECT tenant, bytes FROM tenants ORDER BY bytes DESC, tenant LIMIT ?"
             return _num_tenants(db), list(db.execute(order, (num_tenants,)))
@@ -279,7 +280,8 @@ def _bytes_of(db: sqlite3.Connection, key: str, tenant: str) -> list[int]:
 
 
 def _kept(db: sqlite3.Connection, there: dict[str, int], limit_bytes: int) -> dict[str, int]:
-    """Of pages that are in, which may be put: not the last that are leaving, where all are over the limit.
+    """Those of the pages in the account that may be put: if all together are over the limit, without the last
+    ones that are leaving.
 
     So many are in after somebody was killed who took out what he had put and others had made room for.
     """

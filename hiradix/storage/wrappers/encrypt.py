@@ -70,7 +70,8 @@ class EncryptedStorage(CodingWrapper):
         return {"decrypt_refused": self._num_damaged}
 
     def _warn_of_first(self) -> None:
-        """Why all are misses shows nowhere else."""
+        """Log the likely reason at the first page that does not decrypt, as nothing else shows why all are
+        misses."""
         logger.warning(
             "%s: a stored page is damaged or of another key, and is replaced when it is put again. "
             "Servers with different keys need stores of their own, or they replace each other's pages",

@@ -77,7 +77,8 @@ class NegativeCache(Wrapper):
 
     @contextmanager
     def _asking(self, keys: Sequence[str]) -> Iterator[set[str]]:
-        """While the store is asked for `keys`: those of them that were not put meanwhile."""
+        """A context that lasts while the store is asked for `keys`; gives the set of those that were not put
+        meanwhile."""
         not_put = set(keys)
         with self._lock:
             self._asked.append(not_put)

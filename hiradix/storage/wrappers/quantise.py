@@ -4,9 +4,9 @@ A stored page is its codes (float8 e4m3, one byte each), then one exponent byte 
 stands for 1), the last of them for what is left. So 64 or 128 bytes become 33. Where the backend checks
 nothing itself, a seal follows.
 
-Error: a value comes back within 1/16 of itself, or within 1/200,000 of the largest finite one of its 32; of
-float16, within 2^-24 where that is more. NaN stays NaN, and infinities become the largest code of their
-block. What is stored so has a fingerprint of its own, so that no exact store is served from it.
+Error: a value comes back within 1/16 of itself, or within 1/200,000 of the largest finite value of its 32; for
+float16, within 2^-24 if that is more. NaN stays NaN, and infinities become the largest code of their
+block. Coded pages have a fingerprint of their own, so that they are never read as exact ones.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SMALLEST_NORMAL = 1.1754943508222875e-38
 
 
 def element_bytes(elements: str) -> int:
-    """Of one value; raises ConfigError for pages that are not quantised."""
+    """Bytes of one value of this type. Raises ConfigError for pages that cannot be quantised."""
     if elements not in ELEMENTS:
         these = f"of {elements}" if elements else "recurrent states, of several types, or unknown"
         raise ConfigError(f"{flag(KEY)}: for pages of {', '.join(ELEMENTS)} alone; these are {these}")
@@ -79,7 +79,7 @@ def _scratch_of_thread() -> _Scratch:
 
 
 def _pieces(num: int) -> Iterator[tuple[slice, slice]]:
-    """Where the codes of each piece of so many values are, and where its exponents."""
+    """The places, for each piece of `num` values, of its codes and of its exponents."""
     for start in range(0, num, _PIECE):
         end = min(start + _PIECE, num)
         yield slice(start, end), slice(num + start // BLOCK, num - (-end // BLOCK))
@@ -163,7 +163,9 @@ def rounded(page: bytes, elements: str) -> memoryview:
 
 
 class QuantisedStorage(CodingWrapper):
-    """Pages are coded on their way in. elements: the one type that pages are made of. Thread-safe.
+    """Codes pages on their way into a backend, and decodes them on the way out. Thread-safe.
+
+    elements: the one type that pages are made of.
 
     fingerprint: of coded pages, with the codec in it.
     """

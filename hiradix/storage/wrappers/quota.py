@@ -101,7 +101,8 @@ class QuotaConfig:
         return dataclasses.replace(self, default_bytes=default, own=own)
 
     def limit(self, tenant: str, num_ranks: int) -> int | None:
-        """Of one rank of a model: its share of the tenant's quota; None: no limit."""
+        """Bytes that one rank of a model may store for the tenant: its share of the tenant's quota; None: no
+        limit."""
         whole = self.own.get(tenant, self.default_bytes)
         return None if whole is None else whole // num_ranks
 
@@ -201,7 +202,8 @@ class QuotaStorage(Wrapper):
             self.inner.delete(keys)
 
     def forget_tenant(self, tenant: str) -> int | None:
-        """Of a tenant whose pages the account counts: one with a limit."""
+        """Delete the pages of a tenant; by the account if it counts them, which it does for tenants with a
+        limit."""
         if self._limit(tenant) is None or not self._deletes:
             return super().forget_tenant(tenant)
         name, num_pages = account_name(tenant), 0
@@ -243,7 +245,7 @@ class QuotaStorage(Wrapper):
         return found
 
     def _uses_of(self, batch: Batch) -> Iterable[tuple[str, int]]:
-        """When each page counts as used, the hottest first."""
+        """Each page's key and time of use, the hottest first."""
         now_ns = self._time_ns()
         with self._lock:
             end = self._ends.get(batch.after)
@@ -288,7 +290,8 @@ class QuotaStorage(Wrapper):
     def _settle(
         self, name: str, entries: Mapping[str, AccountEntry], keys: Sequence[str], ok: list[bool]
     ) -> None:
-        """After a put: what was refused leaves first; what somebody deleted meanwhile is no success."""
+        """Book a put in the account: pages that were refused leave it first; a page that somebody deleted
+        meanwhile is reported as not put."""
         stored = {key for key, good in zip(keys, ok) if good}
         refused = [key for key in entries if key not in stored]
         if refused:

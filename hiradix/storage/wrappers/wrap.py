@@ -1,4 +1,4 @@
-"""Which wrappers a backend gets, from the keys every backend has. All but the retry are off by default."""
+"""Puts wrappers around a backend, by the keys that every backend has. All but the retry are off by default."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_RETRIES, MAX_RETRY_WAIT_S = 100, 60.0
 
 @dataclass(frozen=True)
 class WrapConfig:
-    """Which wrappers, and how they are set."""
+    """The wrappers of a backend and their settings."""
 
     retries: int = setting(
         "retries",

@@ -80,13 +80,13 @@ class Wrapper(StorageBackend):
 
     @property
     def troubles(self) -> Troubles:
-        """Of stores within."""
+        """The troubles of the stores within."""
         found: Troubles = getattr(self.inner, "troubles", NO_TROUBLES)
         return found
 
     @property
     def reads_in_part(self) -> bool:
-        """Of stores within."""
+        """Whether some of the stores within can be read now, and others cannot."""
         return bool(getattr(self.inner, "reads_in_part", False))
 
     def when_joined(self, call: Callable[[Any], None]) -> None:

@@ -82,7 +82,7 @@ class Block(ItemBody):
 
     @property
     def result(self) -> str:
-        """What came of a call, as text."""
+        """The result of a call, as text."""
         text = joined_text(self.content or "")
         return f"Error: {text}" if self.is_error else text
 
@@ -94,7 +94,7 @@ class AnthropicMessage(StrictBody):
     content: str | list[Block]
 
     def plain(self, field: str) -> list[Json]:
-        """As a chat template takes it: results of calls are messages of their own. ApiError."""
+        """The message in the form of chat templates: results of calls are messages of their own. ApiError."""
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
         found: list[Json] = []
@@ -119,7 +119,7 @@ class AnthropicMessage(StrictBody):
 
     @property
     def marks(self) -> int:
-        """How many `cache_control` it has."""
+        """The number of its `cache_control`."""
         if isinstance(self.content, str):
             return 0
         own: list[Any] = list(self.content)
@@ -140,7 +140,7 @@ class AnthropicTool(StrictBody):
     eager_input_streaming: bool | None = None
 
     def plain(self) -> Json:
-        """As templates take it."""
+        """The tool in the form of chat templates."""
         described = {} if self.description is None else {"description": self.description}
         function = {"name": self.name, **described, "parameters": self.input_schema}
         return {"type": "function", "function": function}
@@ -164,7 +164,7 @@ class CountBody(AddressedBody):
     cache_control: CacheControl | None = None
 
     def conversation(self, answering: Answering) -> ChatPrompt:
-        """What its tokens are made of; an assistant's message at the end is gone on with. ApiError."""
+        """The conversation to make tokens of; an assistant's message at the end is continued. ApiError."""
         if self.num_marks > MOST_MARKS:
             told = f"cache_control: {self.num_marks} marks, at most {MOST_MARKS} are taken"
             raise ApiError(told, param="cache_control")
@@ -179,12 +179,12 @@ class CountBody(AddressedBody):
 
     @property
     def plain_tools(self) -> list[Json]:
-        """Its tools as templates take them."""
+        """The tools in the form of chat templates."""
         return [tool.plain() for tool in self.tools or ()]
 
     @property
     def num_marks(self) -> int:
-        """How many `cache_control` it has."""
+        """The number of `cache_control` in all of the body."""
         system = self.system if isinstance(self.system, list) else []
         own: list[Any] = [*system, *(self.tools or ()), self]
         return sum(one.cache_control is not None for one in own) + sum(one.marks for one in self.messages)

@@ -35,7 +35,7 @@ class CompletionBody(GenerationBody):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     def prompts(self) -> list[str | list[int]]:
-        """Every prompt. ApiError."""
+        """The prompts, a single one as a list of one. ApiError if one is neither text nor token ids."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
@@ -46,14 +46,14 @@ class CompletionBody(GenerationBody):
         return found
 
     def echoed(self, decode: Callable[[Sequence[int]], str]) -> Echo | None:
-        """What is shown before the answers."""
+        """The prompts to show before the answers; None without `echo`."""
         if not self.echo:
             return None
         sent = [prompt if isinstance(prompt, str) else None for prompt in self.prompts()]
         return Echo([one for one in sent for _ in range(self.n or 1)], decode)
 
     def asked(self, owner: Owner, session: str) -> ApiRequest:
-        """The request. ApiError."""
+        """The request to the engine. ApiError names the field."""
         limit = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
         if limit == 0 and not self.echo:
             raise ApiError("max_tokens: 0 needs echo: true", param="max_tokens")
@@ -116,7 +116,7 @@ class CompletionRenderer(Renderer):
         self._shown: set[int] = set()
 
     def whole(self, answers: Sequence[WholeAnswer], usage: Usage) -> Json:
-        """The body."""
+        """The body of an answer that is sent whole."""
         choices = []
         for one in answers:
             choice = self._choice(
@@ -130,7 +130,7 @@ class CompletionRenderer(Renderer):
         return self._envelope.wrap(KIND, choices, usage_json(self._counted(usage)))
 
     def events(self, piece: Piece) -> list[bytes]:
-        """New text, or what was asked for beside it."""
+        """The events of one piece of an answer; none if it has no new text and nothing else was asked for."""
         output, text = piece.output, "".join(getattr(delta, "text", "") for delta in piece.deltas)
         is_first = piece.index not in self._shown
         is_shown = text or piece.finish_reason or self._envelope.is_shown(output)

@@ -78,7 +78,7 @@ class FlatTool(StrictBody):
     strict: bool | None = None
 
     def plain(self) -> Json:
-        """As templates take it."""
+        """The tool in the form of chat templates."""
         function = FunctionBody(name=self.name, description=self.description, parameters=self.parameters)
         return ToolBody(type="function", function=function).plain()
 
@@ -91,7 +91,7 @@ class FlatChoice(StrictBody):
 
 
 class TextFormat(StrictBody):
-    """What an answer must be."""
+    """The form of an answer's text."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
@@ -100,7 +100,7 @@ class TextFormat(StrictBody):
     strict: bool | None = None
 
     def response_format(self) -> ResponseFormat:
-        """As chat completions have it."""
+        """The same as a `response_format` of chat completions."""
         form = None
         if self.type == "json_schema":
             form = JsonSchemaForm.model_validate({"schema": self.schema_})
@@ -133,7 +133,8 @@ class ResponsesBody(AddressedBody):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
 
     def messages(self) -> list[Json]:
-        """As a chat template takes them: calls belong to the assistant's message before them. ApiError."""
+        """The messages in the form of chat templates: calls belong to the assistant's message before them.
+        ApiError."""
         found: list[Json] = []
         if self.instructions:
             found.append({"role": "system", "content": self.instructions})
@@ -212,7 +213,7 @@ class ResponsesRenderer(Renderer):
         return self._response(output, answer.finish_reason, usage)
 
     def opening(self) -> list[bytes]:
-        """It has been made, and is under way."""
+        """The events that a response has been made, and is under way."""
         response = {**self._head, "status": "in_progress", "output": [], "usage": None}
         return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
 

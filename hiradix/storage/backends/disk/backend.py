@@ -185,7 +185,8 @@ class DiskBackend(StorageBackend):
         return self._store.read_only is not None
 
     def _refuse(self, names: Sequence[Name], why: OSError) -> list[bool]:
-        """Which pages are there, in a directory that cannot be written."""
+        """Enter the state "read_only" of a directory that cannot be written; flags of the pages that are
+        there already."""
         self._states.enter("read_only", said_of(self.config.path, why))
         self._is_refused = True
         with self._store.mutex:
@@ -442,7 +443,7 @@ class DiskBackend(StorageBackend):
     def _unreadable_of(
         self, reads: _Reads, whole: Sequence[bool], failed: Sequence[int]
     ) -> dict[IndexEntry, None]:
-        """Of pages that failed to be read those whose slots are bad by now. Needs the mutex."""
+        """Those of the pages that failed to be read whose slots are bad by now. Needs the mutex."""
         entries = reads.entries
         if any(whole):
             self._bad_slots.succeeded(_slot_of(entry) for entry, ok in zip(entries, whole) if ok)
@@ -502,7 +503,7 @@ class _Reads:
     moves: Sequence[Move]
 
     def still_there(self, store: DiskStore) -> Sequence[bool]:
-        """Which pages the log still names where they were read. Needs the mutex."""
+        """Flags: which pages the log still has at the places where they were read. Needs the mutex."""
         if store.state == self.state:
             return [True] * len(self.entries)
         current = store.index.by_place
@@ -510,7 +511,7 @@ class _Reads:
 
 
 def _lasting(faults: Mapping[int, OSError]) -> list[int]:
-    """Which pages failed for a reason that lies in their slots."""
+    """The pages that failed for a reason that lies in their slots."""
     return [at for at, fault in faults.items() if fault.errno in LASTING]
 
 
@@ -525,12 +526,12 @@ def _uses(names: Sequence[Name], now_ns: int) -> Uses:
 
 
 def _front(batch: Batch) -> Name | None:
-    """Which page is in front of a call's first in the chain, where that is known."""
+    """The page in front of a call's first one in the chain, None if it is not known."""
     return name_of(batch.after) if is_key(batch.after) else None
 
 
 def _fronts(batch: Batch, names: Sequence[Name]) -> list[Name | None]:
-    """Which page is in front of each of a call's in the chain, where that is known."""
+    """The page in front of each of a call's in the chain, None where it is not known."""
     known = dict(zip(batch, names))
     return [known.get(front) or (name_of(front) if is_key(front) else None) for front in batch.fronts()]
 

@@ -31,14 +31,14 @@ class BadSlots:
         self._failed: dict[Key, tuple[int, int]] = {}  # how often, and how many successes were before
 
     def succeeded(self, keys: Iterable[Key]) -> None:
-        """These could be read, or written."""
+        """Note that these slots could be read, or written."""
         self._num_successes += 1
         if self._failed:
             for key in keys:
                 self._failed.pop(key, None)
 
     def failed(self, key: Key) -> bool:
-        """This one could not; whether it is bad by now."""
+        """Note that this slot could not be read or written; whether it is bad by now."""
         number, before = self._failed.get(key, (0, -1))
         if before != self._num_successes:
             number += 1
@@ -51,8 +51,8 @@ class BadSlots:
         return False
 
     def unwritable(self, keys: Sequence[_Key], others_were: bool) -> list[_Key]:
-        """Of slots that could not be written those that are bad by now. others_were: written in the same
-        call; where none were, each time counts."""
+        """Note that slots could not be written; those that are bad by now. others_were: whether other slots
+        were written in the same call; if none were, each failure counts."""
         self._num_successes += 1
         if others_were:
             self.written()

@@ -1,4 +1,5 @@
-"""Which pages of a shelf leave first: those used longest ago, and of a chain none before what follows it.
+"""Orders the pages of a shelf for eviction: those used longest ago first, and none before the pages that
+follow it in its chain.
 
 A use of a page is one of all in front of it in its chain. That is seen to when one of these is met at the
 cold end: it then waits for the time at which what follows it was used. So a conversation is not gone through

@@ -92,7 +92,8 @@ def io_uring_setup(num_entries: int, parameters: ctypes.Structure) -> int:
 
 
 def io_uring_enter(fd: int, num_submit: int, num_wait: int) -> int:
-    """How many entries were taken; waits for `num_wait` completions. Raises OSError."""
+    """Submit entries and wait for `num_wait` completions; the number of entries that were taken. Raises
+    OSError."""
     taken = _slow.syscall(
         ctypes.c_long(_IO_URING_ENTER),
         ctypes.c_int(fd),

@@ -229,7 +229,7 @@ class Log:
         self._note(raw[: (self._length - before) * RECORD_BYTES])
 
     def _note(self, raw: bytes) -> None:
-        """`raw` is what was read or written last."""
+        """Remember `raw`, the bytes that were read or written last."""
         if raw:
             self._last = (self._last + raw[-KNOWN_BYTES:])[-KNOWN_BYTES:]
 
@@ -267,7 +267,7 @@ class Log:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """No search for cycles: none are made here, and many objects are, which is what starts one."""
+    """Switch the garbage collector off: many objects are made here, which would start it, and no cycles."""
     was_on = gc.isenabled()
     gc.disable()
     try:

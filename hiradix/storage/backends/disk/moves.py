@@ -68,12 +68,12 @@ class PageIO:
     def read(
         self, moves: Sequence[Move], num_bytes: int, check: Callable[[int], bool] | None = None
     ) -> tuple[list[bool], dict[int, OSError]]:
-        """Which pages were read whole, and what went wrong with which. `check` of a page decides about it, if
-        given."""
+        """Read pages; flags of those that were read whole, and errors by number. If `check` is given it
+        decides on each page."""
         return self._do(_PageBatch(moves, num_bytes, check, write=False))
 
     def write(self, moves: Sequence[Move], num_bytes: int) -> tuple[list[bool], dict[int, OSError]]:
-        """Which pages were written whole, and what went wrong with which."""
+        """Write pages; flags of those that were written whole, and errors by number."""
         return self._do(_PageBatch(moves, num_bytes, None, write=True))
 
     def close(self) -> None:

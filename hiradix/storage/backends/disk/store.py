@@ -94,7 +94,7 @@ class DiskStore:
 
     @property
     def state(self) -> tuple[int, int]:
-        """Which log was read, and how far: while that is the same, so is what is where. Needs the mutex."""
+        """The log that was read, and how far: equal states mean an equal index. Needs the mutex."""
         return self._log.state
 
     @contextmanager
@@ -222,7 +222,7 @@ class DiskStore:
             raise StorageError(f"{self._config.path}: the log was removed")
 
     def figures(self) -> dict[str, float]:
-        """For `stats`."""
+        """The figures for `stats`."""
         index = self.index
         return {
             "pages": len(index.by_place),
@@ -370,7 +370,7 @@ class PageRecord:
         self.algorithm = self.checksum = 0
 
     def record(self, namespace: bytes, version: int, more_flags: int) -> Record:
-        """Its PUT record."""
+        """The PUT record of this page."""
         key, flags = packed_name(self.name)
         return Record(
             Kind.PUT, *self.place, version, namespace, key, self.num_bytes,

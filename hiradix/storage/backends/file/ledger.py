@@ -39,7 +39,7 @@ class Ledger(DirLock):
 
 
 class NoLedger(Ledger):
-    """Of a directory that can only be read: nobody gets its lock, which is StorageError."""
+    """The ledger of a directory that can only be read: taking its lock raises StorageError."""
 
     read_only = True
 

@@ -83,7 +83,7 @@ class Room:
             self._index.follow(name, used_ns)
 
     def now(self) -> int:
-        """When a use that begins now counts as begun (ns): files written with it are in order, too."""
+        """The time (ns) of a use that begins now, so that files written with it are in order, too."""
         with self._lock:
             return self._index.now(self._time_ns())
 
@@ -93,7 +93,7 @@ class Room:
             self._index.drop(name)
 
     def figures(self) -> Mapping[str, float]:
-        """For metrics; bytes are those of files this process knows of."""
+        """The figures for metrics; bytes are those of files this process knows of."""
         with self._lock:
             known = {"files": len(self._index), "used_bytes": self._index.num_bytes}
         more = {"evicted": self.num_evicted, "made_anew": self.num_made_anew}

@@ -210,12 +210,13 @@ class MooncakeBackend(StorageBackend):
             self._changed.notify_all()
 
     def _start_joining(self) -> None:
-        """On a thread of its own: where the master hangs, the library tries for 40 s. Locked."""
+        """Join on a thread of its own, as the library tries for 40 s if the master hangs. Call with the lock
+        held."""
         threading.Thread(target=self._join, name="hiradix-mooncake", daemon=True).start()
         self._joining = True
 
     def _join(self) -> None:
-        """If it fails, the next call starts it again."""
+        """Join the master. If it fails, the next call starts it again."""
         try:
             self._store = _joined(self.config)
             self._memory.register_again()
@@ -285,7 +286,7 @@ class MooncakeBackend(StorageBackend):
                 yield length
 
     def _arrived(self, part: LaidOut, codes: Iterable[int], faults: list[int]) -> list[bool]:
-        """Which pages were read and are good; codes of transfers that failed go into `faults`.
+        """Flags of the pages that were read and are good; codes of transfers that failed go into `faults`.
 
         Pages that are damaged, foreign or of another length are removed, so that they can be put again.
         """

@@ -17,7 +17,7 @@ _PREFIX = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,63}")
 
 @dataclass(frozen=True)
 class MooncakeConfig:
-    """Which master to join, and what this process brings."""
+    """Settings of the Mooncake backend: the master to join, and the memory that this process brings."""
 
     ALSO: ClassVar = (
         Setting("check_server", Type.BOOL, None, "SGLang's, without effect", over_http=OPEN),

@@ -66,7 +66,7 @@ class NixlLink:
         self.memory = RegisteredMemory(config.buffer_bytes, self._register)
 
     def run(self, write: bool, transfers: Sequence[Transfer]) -> list[bool]:
-        """Which pages were moved. Nothing is under way when this returns.
+        """Move pages; flags of those that were moved. Nothing is under way when this returns.
 
         Each piece is a transfer of its own, but for engines known to answer at the end of all: others
         answer at the first failure, and go on writing into memory that is another page's by then (which
@@ -158,7 +158,8 @@ class NixlLink:
         return moved
 
     def _move(self, what: str, together: Sequence[Sequence[_Piece]]) -> list[bool]:
-        """Which of the transfers `together` came to their end; when this returns all have, or failed."""
+        """Run the transfers `together`; flags of those that came to their end. When this returns all have
+        ended or failed."""
         handles: list[Any] = []
         try:
             states = [self._begun(what, parts, handles) for parts in together]

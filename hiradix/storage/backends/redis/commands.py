@@ -37,7 +37,8 @@ class Refusals:
         self._logged_until_s: dict[str, float] = {}
 
     def is_stored(self, reply: Any) -> bool:
-        """Of a reply to SET. Raises ReplyError where it is neither stored nor refused."""
+        """Whether a reply to SET says that the value is stored. Raises ReplyError if it is neither stored nor
+        refused."""
         if reply in (b"+OK", b"OK") or reply is True:
             return True
         text = _error_text(reply)
@@ -110,8 +111,9 @@ class SocketCommands:
     def set_missing(
         self, names: Sequence[bytes], pages: Sequence[Page], options: Sequence[bytes], unasked_bytes: int
     ) -> list[Found]:
-        """As `set`, but for pages whose length is there. About so many bytes of the first may be sent before
-        that is known; these take no other value's place, whatever its length."""
+        """Put pages of which the server has no value of their length; otherwise like `set`. About
+        `unasked_bytes` of the first may be sent before that is known; these replace no value, whatever its
+        length."""
 
         def ask(stream: RespStream, which: Sequence[int]) -> list[Found]:
             questions = [(b"STRLEN", names[index]) for index in which]
@@ -273,7 +275,7 @@ def _leading(sizes: Sequence[int], limit_bytes: int) -> int:
 
 
 def _number(reply: Any) -> int:
-    """Of an integer reply; 0 for a value that is no string. Other errors are raised."""
+    """The number in an integer reply; 0 for a value that is no string. Other errors are raised."""
     if isinstance(reply, int):
         return reply
     number = _length(reply)

@@ -1,8 +1,8 @@
 """RESP2 on a socket that somebody else connected: page bytes go straight between the socket and page buffers.
 
-No client library on the market reads into a caller's memory, so this speaks the few commands pages need on
-the socket of a redis-py connection. A batch leaves the stream exactly behind its last reply, so the
-connection can go back to its pool; after any exception it cannot.
+No client library on the market reads into a caller's memory, so this speaks the few commands that pages need,
+on the socket of a redis-py connection. The connection is borrowed: a batch reads all of its replies and no byte
+more, so that it can go back to its pool; after any exception it cannot, and must be closed.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _BUFFER_BYTES = 1 << 16
 _HEADER_BYTES = 64  # read ahead of a payload: more would be copied twice
 _RECEIVE_BYTES = 1 << 18  # stays in the processor's caches between the socket and the page
 _WINDOW, _WINDOW_BYTES = 32, 16 << 20
-"""Requests in flight of a batched GET, and bytes that these ask for (but two may always be): a server makes
-all replies that it is asked for before it sends them, and has the first no longer in its caches then."""
-_SET_BATCH = 16
-_IOV = 512
+"""Caps on the requests in flight of a batched GET, in number and in bytes asked for; two are always allowed. A
+server makes all replies that it is asked for before it sends any: the first have left its caches by then."""
+_SET_BATCH = 16  # pages sent before the replies to those in front of them are read
+_MAX_PARTS = 512  # of one sendmsg; Linux takes 1024
 NIL = b"$-1"
 
 Sock = socket.socket | ssl.SSLSocket
@@ -112,7 +112,7 @@ class RespStream:
         """One-line replies to `questions`, one for each frame, and, by place, to the frames that were sent.
 
         wanted: whether to send a frame, by its place and the reply to its question. The first `num_unasked`
-        go with the questions, so that neither side waits while the other thinks.
+        go with the questions, so that neither side idles while the other works.
         """
         self._sock.sendall(b"".join(map(encode, questions)))
         self._send_frames(frames[:num_unasked])
@@ -141,7 +141,7 @@ class RespStream:
             return
         at = 0
         while at < len(pending):
-            sent = self._sock.sendmsg(pending[at : at + _IOV])
+            sent = self._sock.sendmsg(pending[at : at + _MAX_PARTS])
             while at < len(pending) and sent >= len(pending[at]):
                 sent -= len(pending[at])
                 at += 1
@@ -204,7 +204,8 @@ class RespStream:
         return True
 
     def _end_of_bulk(self) -> None:
-        """Behind a payload of another length than was said no reply is where it seems to be."""
+        """Read the end of a bulk reply. Raises StorageError if the payload had another length than was said,
+        as all later replies would then be misread."""
         while self._end - self._start < 2:
             self._fill(_HEADER_BYTES)
         end = bytes(self._view[self._start : self._start + 2])

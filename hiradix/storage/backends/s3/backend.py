@@ -287,7 +287,7 @@ class S3Backend(StorageBackend):
                         self._index.use(key, LruEntry(size, at_ns), front)
 
     def _used_ns(self, batch: Batch) -> list[int]:
-        """When each page of a call counts as used. Call with the lock held."""
+        """The time of use (ns) of each page of a call. Call with the lock held."""
         return batch.used_ns(self, self._index.now(time.time_ns()))
 
     def _forget(self, keys: Collection[str]) -> None:
@@ -296,7 +296,8 @@ class S3Backend(StorageBackend):
                 self._index.drop(key)
 
     def _reserve(self, todo: list[int], batch: Batch, pages: Sequence[Page]) -> list[int]:
-        """How much of `todo` fits under the cap, after evicting what is not in the batch, or before it."""
+        """The part of `todo` that fits under the cap, after evicting pages that are neither in the batch nor
+        before it."""
         cap = self.config.max_bytes
         if not cap:
             return todo

@@ -22,7 +22,7 @@ def _credential(name: str, text: str) -> Any:
 
 @dataclass(frozen=True)
 class S3Config:
-    """Which bucket, how to get in, how long to wait. Secrets are in no repr.
+    """Settings of the S3 backend: the bucket, credentials, waits. Secrets are in no repr.
 
     A failed request is sent `retries` times more, all within `retry_timeout_s`.
     """

@@ -303,13 +303,13 @@ class SglangFileBackend(StorageBackend):
                     self._index.use(key, LruEntry(footprint(page_bytes(page)), at_ns), front)
 
     def _used_ns(self, batch: Batch) -> list[int]:
-        """When each page of a call counts as used."""
+        """The time of use (ns) of each page of a call."""
         with self._lock:
             now_ns = self._index.now(self._time_ns())
         return batch.used_ns(self, now_ns)
 
     def _read(self, key: str, page: Page, used_ns: int, bad: list[str]) -> bool:
-        """Whether the page was read, and is what was stored. bad: gets the key of one that is not."""
+        """Read a page; whether it is there and intact. bad: gets the key of a page that is not intact."""
         try:
             fd = os.open(self._path(key), _READ)
         except OSError:  # absent, or nothing that can be read: no page
@@ -345,7 +345,7 @@ class SglangFileBackend(StorageBackend):
             os.close(fd)
 
     def _verdict(self, fd: int, key: str, page: Page) -> Verdict:
-        """Whether a page is what its seal says; a file without one is SGLang's, and believed."""
+        """Check a page against its seal; a file without one is SGLang's, and believed."""
         try:
             seal = _seal_of(fd)
         except OSError:

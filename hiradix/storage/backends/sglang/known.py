@@ -39,7 +39,8 @@ def _sized(cls: Any, config: Any, pool: ArenaPool) -> Any:
 
 @dataclass(frozen=True)
 class Known:
-    """Where a class is, what it needs, and how SGLang makes it; v1 and latent as `SglangBackend` has them.
+    """A backend class of SGLang: its module, its requirements, and how SGLang makes it; v1 and latent as
+    `SglangBackend` has them.
 
     Without a module: why it cannot be had.
     """

@@ -157,7 +157,7 @@ class TierBackend(StorageBackend):
 
     @property
     def troubles(self) -> Troubles:
-        """Of both stores."""
+        """The troubles of both stores, added up."""
         return self.upper.troubles.and_those(self.lower.troubles)
 
     @property

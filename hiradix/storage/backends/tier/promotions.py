@@ -20,7 +20,8 @@ class Promotions:
 
     @contextmanager
     def promoting(self, keys: Sequence[str]) -> Iterator[list[str]]:
-        """From before the far store is read until the near one has what was found.
+        """A context that lasts from before the far store is read until the near one has the pages that were
+        found.
 
         Gives a list that has the keys to delete from the near store once this has ended.
         """
@@ -37,7 +38,7 @@ class Promotions:
 
     @contextmanager
     def deleting(self, keys: Sequence[str] | None) -> Iterator[None]:
-        """While these keys, or all, are deleted from both stores."""
+        """A context that lasts while these keys, or all, are deleted from both stores."""
         deletion = None if keys is None else frozenset(keys)
         with self._lock:
             self._deletions.append(deletion)
