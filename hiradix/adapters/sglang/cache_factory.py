@@ -269,7 +269,7 @@ def _inner(
     # What stays on the device has no name: no weights are read for one.
     is_named = config.enable_hierarchical_cache
     model = _identity(context, flags, weights) if is_named else ModelIdentity("")
-    ours = {"adapter_of": adapters.of, "explain_names": config.explain_names if explains else 0}
+    ours: dict[str, Any] = {"adapter_of": adapters.of, "explain_names": config.explain_names if explains else 0}
     if context.is_hybrid_swa:
         own = dataclasses.replace(own_params(params, HybridPort), **ours)
         return build_hybrid_cache(config, own, window_pools(kvcache), model, runtime)
