@@ -139,7 +139,7 @@ test-gpu: $(READY)
 
 # Of tests/ranks the simulation and the processes. Tests are handed out one by one, long ones first.
 test-faults: $(READY)
-	HIRADIX_CHECK=1 HIRADIX_RANKS_FULL=1 HIRADIX_RANKS_SEEDS=$${HIRADIX_RANKS_SEEDS:-90} \
+	HIRADIX_CHECK=1 HIRADIX_RANKS_FULL=1 HIRADIX_RANKS_SEEDS=$${HIRADIX_RANKS_SEEDS:-60} \
 	  $(PY) -m pytest -q -n $(JOBS) --maxschedchunk 1 tests/simulation tests/faults \
 	  tests/ranks/test_simulated.py tests/ranks/test_processes.py $(PYTEST_FLAGS)
 
@@ -148,7 +148,7 @@ MOVES ?= 1000000
 test-executors: $(READY)
 	HIRADIX_EXECUTOR_MOVES=$(MOVES) $(PY) -m pytest -q -n $(JOBS) --maxschedchunk 1 --timeout 7200 tests/executors $(PYTEST_FLAGS)
 
-# The peer runs in a process of its own. HIRADIX_DIFFERENTIAL_SEEDS=200 for ten times as many streams.
+# The peer runs in a process of its own. HIRADIX_DIFFERENTIAL_SEEDS=100 for ten times as many streams.
 test-differential: $(READY)
 	$(PY) -m tests.differential.wheels
 	$(PY) -m pytest -q --timeout 900 tests/differential $(PYTEST_FLAGS)

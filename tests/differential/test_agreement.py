@@ -32,7 +32,7 @@ from tests.differential.compare import (
 from tests.differential.ours import Manner
 from tests.differential.streams import Setup, Stream
 
-NUM_SEEDS = int(os.environ.get("HIRADIX_DIFFERENTIAL_SEEDS", "20"))
+NUM_SEEDS = int(os.environ.get("HIRADIX_DIFFERENTIAL_SEEDS", "10"))
 
 
 def num_seeds(lane: Lane) -> int:

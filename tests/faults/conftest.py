@@ -14,4 +14,4 @@ __all__ = ["tiny_model"]
 @pytest.fixture(scope="session")
 def num_runs() -> int:
     """How often kill and abort tests repeat: `HIRADIX_FAULT_RUNS=100 make test-faults` for more."""
-    return int(os.environ.get("HIRADIX_FAULT_RUNS", "10"))
+    return int(os.environ.get("HIRADIX_FAULT_RUNS", "6"))

@@ -16,7 +16,7 @@ from hiradix.apps.bench.report import compare, tokens_by_source
 from hiradix.apps.demo.process import ServerProcess
 from tests.e2e.load import PAGE_SIZE, ask_all, flags, prompts, reference_answers
 
-NUM_CYCLES = int(os.environ.get("HIRADIX_ATTACH_CYCLES", "50"))
+NUM_CYCLES = int(os.environ.get("HIRADIX_ATTACH_CYCLES", "30"))
 STORAGE = "/hicache/storage-backend"
 REQUESTS = prompts(6, 700, seed=5)
 WARM_CYCLES = 15

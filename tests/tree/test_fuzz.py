@@ -17,7 +17,7 @@ from hiradix.policy.eviction import eviction_policies
 from tests.seeds import seeded, seeds
 from tests.tree.world import Config, World
 
-NUM_RUNS = int(os.environ.get("HIRADIX_TREE_RUNS", "1000"))
+NUM_RUNS = int(os.environ.get("HIRADIX_TREE_RUNS", "600"))
 NUM_MOVES = 100
 NUM_CHUNKS = 20
 SHIPPED = set(eviction_policies())  # before any test registers its own
