@@ -75,7 +75,7 @@ class Layout:
 
     @property
     def cut_unit(self) -> int:
-        """The buffer may be cut at multiples of so many bytes and no piece of a page is."""
+        """Bytes at whose multiples the buffer may be cut without cutting a piece of a page."""
         unit = math.lcm(*(piece.page for piece in self.pieces))
         return unit if all(piece.offset % unit == 0 for piece in self.pieces) else self.num_bytes
 

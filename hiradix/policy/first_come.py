@@ -13,9 +13,10 @@ _FEW = 64
 
 @dataclass(slots=True)
 class _Shadow:
-    """A session there. cold_price_s, footprint: of its newest request. ticket: what its request waits by, any
-    other in the queue is void. next_gap_s: it has asked again, so many seconds after its answer began; None: it
-    has not. cached_s: of its prompt, as long as it is cached. is_over: it asks no more."""
+    """A session in the shadow queue. cold_price_s, footprint: of its newest request. ticket: the valid entry
+    of its request in the queue; others are void. next_gap_s: the time from the begin of its answer to its
+    next request; None: there is none yet. cached_s: the price of the part of its prompt that is cached.
+    is_over: it sends no more."""
 
     cold_price_s: float = 0.0
     footprint: int = 0

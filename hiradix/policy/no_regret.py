@@ -223,7 +223,8 @@ class NoRegret:
         cost.add(num_pages, seconds)
 
     def ended(self, asked: int, num_pages: int, seconds: float) -> None:
-        """All reads of a fetch of `asked` pages are back: with so many, agreed on; so long, as measured here.
+        """Judge a fetch once all of its reads are back. num_pages: of `asked`, as agreed by the ranks;
+        seconds: measured here.
 
         Where computing is measured, a part that came is charged by the page (`fetched`).
         """
@@ -234,11 +235,11 @@ class NoRegret:
         self._drought.ended(seconds, saved_s)
 
     def attached(self) -> None:
-        """Other storage is there, on all ranks at the same step: what fetches brought says nothing of it."""
+        """Forget the record of fetches, as other storage was attached, on all ranks at the same step."""
         self._drought.forget()
 
     def fetched(self, asked: int, num_pages: int, seconds: float) -> None:
-        """A read of `asked` pages brought so many, in seconds as measured here."""
+        """Learn the cost of a read of `asked` pages that brought `num_pages`, in seconds as measured here."""
         failed = self._failed_before(self._reads, seconds)
         if failed is None:
             return
@@ -249,7 +250,7 @@ class NoRegret:
             self.moved(GatedTransfer.FETCH, num_pages, seconds)
 
     def answered(self, asked: int, read: int, seconds: float) -> None:
-        """A lookup of `asked` pages was answered, and a fetch of `read` of them taken."""
+        """Learn the cost of a lookup of `asked` pages, after which a fetch of `read` of them was taken."""
         self._use = KEPT * self._use + (1 - KEPT) * min(1.0, read / asked if asked else 0.0)
         failed = self._failed_before(self._lookups, seconds)
         if failed is None:

@@ -388,7 +388,8 @@ class PrefixCache:
         return held
 
     def evict(self, params: EvictParams | Any) -> EvictResult:
-        """Free at least so many device tokens, and so many of the kind beside, or all that nothing holds.
+        """Evict at least `params.num_tokens` device tokens, and of the kind beside as many as `params` asks
+        for; less if everything else is locked.
 
         Full pages take along what lies beside them. Windows and records leave the pages where some match can
         still use them.
@@ -413,10 +414,10 @@ class PrefixCache:
         return self.tree.root if self.tree.current(node) is None else self.cache.match_again(node).device_node
 
     def drop_tail(self, node: Node, num_tokens: SupportsIndex, kept: Container[Node] = ()) -> int:
-        """Let device tokens at the end of the path to `node` go that nobody holds and no other path uses, until
-        so many went; how many did. Of what is not on the host nothing, where that is written at eviction or a
-        kind is beside full attention. kept: nodes above `node` that stay, and all before them.
-        """
+        """Free up to about `num_tokens` device tokens, from the end of the path to `node` upwards, and return
+        how many were freed. Stops at a locked node, at one that another path uses, and at one in `kept`.
+        Nodes that are not on the host are kept, too, if pages are written there at eviction or a kind is
+        beside full attention."""
         writes, gone, most = self.cache.write_through, 0, index(num_tokens)
         keeps = self._beside is not None or (writes is not None and writes.policy.writes_on_evict)
         at = self.tree.current(node)
@@ -662,7 +663,8 @@ class PrefixCache:
         return self.cache.no_regret
 
     def note_prefill(self, num_tokens: SupportsIndex, seconds: SupportsFloat) -> None:
-        """A forward that waited for no load computed so many tokens: what a transfer is compared with."""
+        """Tell the no-regret gate what computing costs: a forward that waited for no load computed
+        `num_tokens` in `seconds`."""
         self.cache.no_regret.computed(index(num_tokens) / self.page_size, float(seconds))
 
     # -- storage: prefetch --------------------------------------------------------------

@@ -15,6 +15,7 @@ from hiradix.transfer import (
     FailReason,
     JobKind,
 )
+from hiradix.transfer.jobs import DeletePayload
 from hiradix.tree.hashing import hash_pages
 from tests.transfer.doubles import MemoryStorage, guarded, rows_of
 from tests.transfer.rig import DEADLINE_S, Blocker, Rig
@@ -115,6 +116,16 @@ def test_stats_count_what_was_done(rig: Rig) -> None:
     assert (write.num_results, write.num_pages, write.num_bytes) == (1, 2, 2 * rig.host.page_bytes)
     assert dict(query.failures) == {FailReason.BACKEND: 1}
     assert not any(stats.queued.values()) and not stats.running_s and stats.storage_attached
+
+
+def test_a_rank_that_another_one_stores_for_is_done_with_its_puts_and_deletions_at_once(rig: Rig) -> None:
+    c, rows = rig.controller, rows_of(0, 2)
+    c.reset(DEADLINE_S)
+    c.backs_up = False
+    put, deletion = c.write_storage(rows, [1, 2]), c.delete(DeletePayload(rows, 2))
+    done = [(r.ticket, r.kind, r.num_pages, r.epoch, r.error) for r in c.poll()]
+    assert done == [(put, JobKind.STORE, 2, c.epoch, None), (deletion, JobKind.DELETE, 2, c.epoch, None)]
+    assert rig.storage.pages == {} and c.is_idle
 
 
 def test_close_ends_the_threads() -> None:

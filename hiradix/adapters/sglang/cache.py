@@ -238,7 +238,7 @@ class HiRadixPrefixCache(Front):
             self._states.close(req)
 
     def evict(self, params: EvictParams) -> EvictResult:
-        """Free so many device tokens, or all that nothing holds."""
+        """Evict at least `params.num_tokens` device tokens; less if everything else is locked."""
         start_s = time.perf_counter()
         if self._states is not None:
             done = self.inner.evict(OwnEvictParams(params.num_tokens, mamba_num=params.mamba_num))

@@ -32,7 +32,8 @@ class StepMeter:
         return self._num_steps > 0
 
     def planned(self, num_tokens: int, is_prompt: bool) -> None:
-        """A step computes so many tokens, of prompts for the most part or not."""
+        """Note that a step was planned which computes `num_tokens` tokens. is_prompt: most of them are of
+        prompts."""
         if self._num_steps == self._num_overlapping:
             self._gate.computed(self._num_tokens / self._page_size, self._clock() - self._began_s)
             self.forget()
