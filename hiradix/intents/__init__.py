@@ -1,6 +1,8 @@
 """Intents: what somebody wishes of the cache (locate, hold, forget, bring), and what becomes of it."""
 
 from hiradix.intents.records import (
+    ANY_SESSION,
+    COMMON,
     OPERATOR,
     TIER_NAMES,
     Amount,
@@ -17,6 +19,8 @@ from hiradix.intents.records import (
 )
 
 __all__ = [
+    "ANY_SESSION",
+    "COMMON",
     "OPERATOR",
     "TIER_NAMES",
     "Amount",
