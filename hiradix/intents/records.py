@@ -112,9 +112,9 @@ class Intent:
     max_bytes: most bytes that are held or brought; None: no limit of its own.
     is_whole: forget a prefix whole: also those of its pages that other prompts share, and what continues those.
     is_move: bring to another store, and forget in storage here what has come there.
-    series: of hold, a session. Its lease whose prefix this one continues, with the same ttl_s, goes on as this one;
-    it has four, and the one renewed longest ago ends for another. ANY_SESSION: those of requests without a session,
-    however many. "": only a lease of the same prefix goes on.
+    series: of hold, a session. Its lease whose prefix this one continues, with the same ttl_s, goes on as this
+    one; it has four, and the one renewed longest ago ends for another. ANY_SESSION: those of requests without a
+    session, however many. "": only a lease of the same prefix goes on.
     asked_by: a tenant, as `Namespace.tenant` names him, COMMON, or OPERATOR.
 
     >>> Intent(Verb.HOLD, Selector.everything(), tiers=("cellar",))

@@ -15,6 +15,7 @@ from hiradix.apps.server.api_request import AnswerForm, ToolUse
 from hiradix.apps.server.errors import ApiError
 from hiradix.apps.server.schema import StrictBody
 from hiradix.apps.server.tools import calls_rules
+from hiradix.apps.server.wishes import FRONT, CacheMark, ttl_of
 
 Json = dict[str, Any]
 MAX_TOOLS = 512
@@ -121,6 +122,28 @@ Messages = Annotated[list[MessageBody], Field(min_length=1, max_length=10_000)]
 def plain_messages(messages: Sequence[MessageBody]) -> list[Json]:
     """Messages as the chat template takes them. ApiError."""
     return [message.plain(f"messages.{number}") for number, message in enumerate(messages)]
+
+
+def marks_of(messages: Sequence[MessageBody]) -> list[CacheMark]:
+    """The `cache_control` marks of messages' parts, in their order."""
+    found: list[CacheMark] = []
+    is_front, last = True, len(messages) - 1
+    for number, message in enumerate(messages):
+        is_front = is_front and message.role in ("system", "developer")
+        parts = message.content if isinstance(message.content, list) else []
+        for place, part in enumerate(parts):
+            if part.cache_control is not None:
+                is_end = number == last and place == len(parts) - 1
+                at = None if is_end else FRONT if is_front else (number, place)
+                found.append(CacheMark(ttl_of(part.cache_control), at))
+    return found
+
+
+def cut_at(messages: Sequence[MessageBody], number: int, place: int) -> list[Json]:
+    """Messages up to a part of one of them, as the chat template takes them. ApiError."""
+    content = messages[number].content
+    parts = content[: place + 1] if isinstance(content, list) else content
+    return plain_messages([*messages[:number], messages[number].model_copy(update={"content": parts})])
 
 
 FunctionName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:-]+$")]

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from hiradix.apps.engine.api import RequestError, TokenLogprob, Usage
+from hiradix.apps.engine.api import ChatPrompt, RequestError, TokenLogprob, Usage
 from hiradix.apps.server.answering import Answering
-from hiradix.apps.server.api_request import ApiRequest, Piece, WholeAnswer
+from hiradix.apps.server.api_request import ApiRequest, AskedWish, Piece, WholeAnswer
 from hiradix.apps.server.errors import ApiError
 from hiradix.apps.server.generation import api_error
-from hiradix.apps.server.messages import Choice, Messages, Tools, answer_form, plain_messages, tool_use
+from hiradix.apps.server.messages import (
+    Choice,
+    Messages,
+    Tools,
+    answer_form,
+    cut_at,
+    marks_of,
+    plain_messages,
+    tool_use,
+)
 from hiradix.apps.server.render import (
     DONE,
     Envelope,
@@ -27,6 +37,7 @@ from hiradix.apps.server.sampling import GenerationBody
 from hiradix.apps.server.schema import Owner
 from hiradix.apps.server.service import Generation
 from hiradix.apps.server.tools import TextDelta
+from hiradix.apps.server.wishes import of_marks
 
 KIND, CHUNK = "chat.completion", "chat.completion.chunk"
 
@@ -75,11 +86,13 @@ class ChatBody(GenerationBody):
                 more["skip_special_tokens"] = False
         continues = bool(self.continue_final_message)
         opens = not continues if self.add_generation_prompt is None else self.add_generation_prompt
+        messages = plain_messages(self.messages)
+        make = partial(
+            answering.conversation, tools=tools, template_kwargs=self.chat_template_kwargs or {},
+            add_special_tokens=bool(self.add_special_tokens),
+        )  # fmt: skip
         try:
-            conversation = answering.conversation(
-                plain_messages(self.messages), tools, template_kwargs=self.chat_template_kwargs or {},
-                opens_answer=opens, continues_last=continues, add_special_tokens=bool(self.add_special_tokens),
-            )  # fmt: skip
+            conversation = make(messages, opens_answer=opens, continues_last=continues)
         except RequestError as error:
             raise api_error(error, "messages") from error
         return ApiRequest(
@@ -91,9 +104,13 @@ class ChatBody(GenerationBody):
             num_answers=self.n or 1,
             tools=use,
             form=form,
+            wishes=[*self._marked(messages, partial(make, opens_answer=False)), *self.wishes(session)],
             rid=self.own_id,
             is_streamed=bool(self.stream),
         )
+
+    def _marked(self, messages: list[Json], make: Callable[..., ChatPrompt]) -> list[AskedWish]:
+        return of_marks(marks_of(self.messages), messages, partial(cut_at, self.messages), make)
 
 
 class ChatRenderer(Renderer):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -69,6 +69,7 @@ class CompletionBody(GenerationBody):
             scope=self.scope(owner, session),
             num_answers=self.n or 1,
             form=self.form(),
+            wishes=self.wishes(session),
             add_special_tokens=self.add_special_tokens is not False,
             rid=self.own_id,
             is_streamed=bool(self.stream),
@@ -153,7 +154,7 @@ class CompletionRenderer(Renderer):
         return [*(last if self._envelope.with_usage else ()), DONE]
 
     def _counted(self, usage: Usage) -> Usage:
-        return usage if self._has_answer else Usage(usage.prompt_tokens, 0, *_cached(usage))
+        return usage if self._has_answer else replace(usage, completion_tokens=0)
 
     def _choice(
         self, index: int, text: str, logprobs: Sequence[TokenLogprob], token_ids: Sequence[int],
@@ -190,7 +191,3 @@ class CompletionRenderer(Renderer):
             top, values = [None, *top], [None, *values]
         names = [token_name(text_of, token)[0] for token in ids]
         return {"tokens": names, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
-
-
-def _cached(usage: Usage) -> tuple[int, int, int]:
-    return usage.cached_device, usage.cached_host, usage.cached_storage
