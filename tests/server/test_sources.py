@@ -85,7 +85,7 @@ def values_of(one: Setting, folder: Path) -> st.SearchStrategy[Any]:
         return st.booleans()
     if one.choices:
         return st.sampled_from([choice for choice in one.choices if choice not in one.refused])
-    if one.type is Type.INTEGER:
+    if one.type in (Type.INTEGER, Type.SIZE):
         return st.integers(int(one.minimum), int(one.maximum or MAX_COUNT))
     if one.type in NUMBERS:
         return st.floats(one.minimum, min(one.maximum or 1e6, 1e6))

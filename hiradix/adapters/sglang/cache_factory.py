@@ -14,7 +14,7 @@ from hiradix.adapters.admin import port_of_environment
 from hiradix.adapters.rope import DYNAMIC, LONG, lengths_that_decide, unfixed
 from hiradix.adapters.sglang.engine_views import ControllerView, FencedStreams
 from hiradix.adapters.sglang.lora_adapters import LoraAdapters, keep_apart
-from hiradix.adapters.sglang.settings import own_settings
+from hiradix.adapters.sglang.settings import intent_limits, own_settings
 from hiradix.adapters.sglang.states import StateRecords, require_known_states
 from hiradix.adapters.sglang.support import (
     TESTED,
@@ -259,20 +259,23 @@ def _inner(
     """Our cache over SGLang's pools, device only or with host and storage."""
     params, config = context.params, _config(context, flags)
     kvcache = params.token_to_kv_pool_allocator.get_kvcache()
+    limits = intent_limits(os.environ)
     # What stays on the device has no name: no weights are read for one.
     is_named = config.enable_hierarchical_cache
     model = _identity(context, flags, weights) if is_named else ModelIdentity("")
     if context.is_hybrid_swa:
-        own = dataclasses.replace(own_params(params, HybridPort), adapter_of=adapters.of)
+        own = dataclasses.replace(own_params(params, HybridPort), adapter_of=adapters.of, intents=limits)
         return build_hybrid_cache(config, own, window_pools(kvcache), model, runtime)
     if context.is_hybrid_ssm:
         requests = params.req_to_token_pool
         records = StateRecords(requests.mamba_allocator)
-        own = dataclasses.replace(own_params(params), adapter_of=adapters.of, state_records=records)
+        own = dataclasses.replace(
+            own_params(params), adapter_of=adapters.of, state_records=records, intents=limits
+        )
         pools = state_pools(kvcache, requests, params.page_size)
         return build_hybrid_cache(config, own, pools, model, runtime)
     pool = device_pool(kvcache, params.page_size)
-    own = dataclasses.replace(own_params(params), adapter_of=adapters.of)
+    own = dataclasses.replace(own_params(params), adapter_of=adapters.of, intents=limits)
     return build_prefix_cache(config, own, pool, model, runtime)
 
 

@@ -179,6 +179,7 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
             limits=LIMITS,
             saves=saves,
             loads=loads,
+            intents=self._settings.intents,
         )
 
     def _ask(self, name: str | None, extra: ExtraConfig, policy: str | None) -> None:

@@ -11,6 +11,7 @@ from typing import Any, SupportsIndex
 from hiradix.config import HiCacheConfig
 from hiradix.errors import CacheError, ConfigError
 from hiradix.explain import Explanation
+from hiradix.intents.limits import IntentLimits
 from hiradix.policy.admission import admission_policies
 from hiradix.policy.uses import HINTS
 from hiradix.settings import MAX_COUNT, REQUIRED, Type, fields_of, setting
@@ -339,6 +340,7 @@ class EngineConfig:
         "num_threads", None, "CPU threads of the model.", maximum=MAX_THREADS, default_text="1"
     )
     cache: HiCacheConfig = field(default_factory=HiCacheConfig)
+    intents: IntentLimits = IntentLimits()
     check: bool = setting(
         "check_invariants",
         Type.BOOL,

@@ -396,6 +396,7 @@ class Engine:
             witness=witness,
             adapter_of=no_adapters,
             explain_names=self.config.explain_names,
+            intents=self.config.intents,
         )
 
     def _cache_over(

@@ -24,6 +24,7 @@ from hiradix.apps.engine.engine import Engine
 from hiradix.config import RANK_TIMEOUT_S, ExtraConfig, HiCacheConfig
 from hiradix.errors import CacheError, ConfigError
 from hiradix.intents.http import IntentReply
+from hiradix.intents.limits import IntentLimits
 from hiradix.transfer.process_group import Membership, ProcessGroup, RankLost
 
 logger = logging.getLogger(__name__)
@@ -144,7 +145,7 @@ def _config_of(plain: dict[str, Any]) -> EngineConfig:
     cache = dict(plain["cache"])
     extra = ExtraConfig(**cache.pop("hicache_storage_backend_extra_config"))
     config = HiCacheConfig(**cache, hicache_storage_backend_extra_config=extra)
-    return EngineConfig(**{**plain, "cache": config})
+    return EngineConfig(**{**plain, "cache": config, "intents": IntentLimits(**plain["intents"])})
 
 
 def _run_follower(member: Membership) -> None:
