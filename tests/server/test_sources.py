@@ -105,7 +105,9 @@ def as_text(one: Setting, value: Any) -> str:
         return json.dumps(value)
     if one.type is Type.LIST:
         return ";".join(value)
-    return str(value).lower() if isinstance(value, bool) else repr(value) if one.type in NUMBERS else value
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value) if one.type in (*NUMBERS, Type.SIZE) else value
 
 
 def as_flags(values: Mapping[str, Any]) -> list[str]:
