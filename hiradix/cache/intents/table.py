@@ -255,6 +255,8 @@ class Intents:
         if intent.verb is Verb.BRING:
             if "host" not in planner.tiers:
                 return "this cache has no host tier"
+            if intent.asked_by != OPERATOR and intent.target not in (*TIERS_BY_NAME, "storage"):
+                return "target: host or storage; other stores are the operator's"
             if intent.target not in (*TIERS_BY_NAME, "storage", *self._other_stores()):
                 known = ", ".join(self._other_stores()) or "none"
                 return f"target: no store {intent.target!r} is open; others than the cache's own: {known}"
