@@ -1,7 +1,9 @@
 """Intents: what somebody wishes of the cache (locate, hold, forget, bring), and what becomes of it."""
 
 from hiradix.intents.records import (
+    ANY_SESSION,
     BRING_WAIT_S,
+    COMMON,
     OPERATOR,
     TIER_NAMES,
     WISH_WAIT_S,
@@ -19,7 +21,9 @@ from hiradix.intents.records import (
 )
 
 __all__ = [
+    "ANY_SESSION",
     "BRING_WAIT_S",
+    "COMMON",
     "OPERATOR",
     "TIER_NAMES",
     "WISH_WAIT_S",

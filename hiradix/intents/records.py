@@ -22,6 +22,10 @@ from hiradix.tree import RadixKey
 TIER_NAMES: Final = ("device", "host", "storage")
 OPERATOR: Final = ""
 """Who asks where nobody's name is given: whoever runs the server, to whom every tenant's wishes give way."""
+COMMON: Final = "common"
+"""Who asks by a request of no tenant: he names what is in no tenant's namespace, with one tenant's budget."""
+ANY_SESSION: Final = "*"
+"""The series of leases of requests that name no session."""
 MAX_NAME_CHARS: Final = 256
 WISH_WAIT_S: Final = 30.0
 """Longest time to reach what is wished, where nothing else is said."""
@@ -112,7 +116,10 @@ class Intent:
     max_bytes: most bytes that are held or brought; None: no limit of its own.
     is_whole: forget a prefix whole: also those of its pages that other prompts share, and what continues those.
     is_move: bring to another store, and forget in storage here what has come there.
-    asked_by: a tenant, as `Namespace.tenant` names him, or OPERATOR.
+    series: of hold, a session. Its lease whose prefix this one continues, with the same ttl_s, goes on as this
+    one; it has four, and the one renewed longest ago ends for another. ANY_SESSION: those of requests without a
+    session, however many. "": only a lease of the same prefix goes on.
+    asked_by: a tenant, as `Namespace.tenant` names him, COMMON, or OPERATOR.
 
     >>> Intent(Verb.HOLD, Selector.everything(), tiers=("cellar",))
     Traceback (most recent call last):
@@ -128,6 +135,7 @@ class Intent:
     target: str = ""
     is_whole: bool = False
     is_move: bool = False
+    series: str = ""
     asked_by: str = OPERATOR
 
     def __post_init__(self) -> None:
@@ -143,6 +151,8 @@ class Intent:
             self._check_hold()
         elif self.ttl_s:
             raise BadIntent("ttl_s", f"only a hold ends by itself, not a {self.verb.value}")
+        elif self.series:
+            raise BadIntent("series", f"only holds are of one, not a {self.verb.value}")
         if self.verb is Verb.BRING:
             self._check_bring()
         elif self.target or self.is_move:
@@ -155,6 +165,8 @@ class Intent:
             raise BadIntent("tiers", f"a hold is in device or in host, got {', '.join(self.tiers) or 'none'}")
         if not self.ttl_s:
             raise BadIntent("ttl_s", "a hold ends by itself: after how many seconds?")
+        if self.series and self.selector.key is None:
+            raise BadIntent("series", "only holds of a prefix are of one")
 
     def _check_bring(self) -> None:
         if not self.target or len(self.target) > MAX_NAME_CHARS:

@@ -11,6 +11,7 @@ from hiradix.adapters.sglang import settings as sglang_settings
 from hiradix.adapters.vllm.settings import parse_settings
 from hiradix.config import ExtraConfig, HiCacheConfig
 from hiradix.errors import ConfigError
+from hiradix.intents.limits import IntentLimits
 
 FILE = """
 port = 30000                  # of hiradix serve
@@ -56,6 +57,7 @@ def test_the_same_said_by_each_source_makes_the_same_connector(tmp_path: Path) -
         "hicache_storage_required": True, "radix_eviction_policy": "lru", "served_model_name": "m",
         "hicache_storage_backend_extra_config": {"max_size": "9GiB"},
         "attachable": {"cold": {"backend": "file", "file_storage_path": "/c"}},
+        "intent_host_share": 0.5, "intent_tenant_bytes": "64MiB", "intent_max_open": 9,
     }  # fmt: skip
     path = tmp_path / "all.json"
     path.write_text(json.dumps(values))
@@ -65,6 +67,7 @@ def test_the_same_said_by_each_source_makes_the_same_connector(tmp_path: Path) -
     by_variables = parse_settings({}, 16, {f"HIRADIX_{name.upper()}": text for name, text in texts.items()})
     assert by_mapping == by_variables == parse_settings({}, 16, {"HIRADIX_CONFIG": str(path)})
     assert "k1" not in repr(by_mapping)
+    assert by_mapping.intents == IntentLimits(host_share=0.5, tenant_bytes=64 << 20, max_open=9)
 
 
 @pytest.mark.parametrize(
@@ -92,6 +95,7 @@ def test_inside_sglang_they_say_what_it_has_no_flag_for(file: str) -> None:
     assert found["hicache_no_regret"] == "off" and found["attach_allow"] == ("backend=disk,path=/v",)
     assert set(found["attachable"]) == {"cold"} and found["hicache_storage_identity"] is None
     assert any("hicache_size is for SGLang's own flag" in note for note in found.notes)
+    assert sglang_settings.intent_limits({"HIRADIX_INTENT_MAX_TTL_S": "60"}) == IntentLimits(max_ttl_s=60.0)
 
 
 def test_a_variable_that_sglang_reads_is_not_called_unread() -> None:

@@ -16,7 +16,8 @@ from hiradix.apps.server.serve import build_service
 from tests.e2e.tiny_model import write_tiny_model
 from tests.server.live import running
 
-KEY = "secret"
+KEY, ADMIN_KEY = "secret", "admin"
+ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 DEADLINE_S = 120.0
 
 
@@ -30,7 +31,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     ]
     config = parse_serve_args(flags)
     service = build_service(config)
-    app = create_app(service, AppSettings("tiny", config.engine.cache, Keys(KEY)))
+    app = create_app(service, AppSettings("tiny", config.engine.cache, Keys(KEY, ADMIN_KEY)))
     told: SimpleQueue[str] = SimpleQueue()
     stop = threading.Event()
 

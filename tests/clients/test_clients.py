@@ -8,15 +8,17 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 from typing import Any, Literal
 
 import anthropic
+import httpx
 import langchain_openai
 import llguidance  # noqa: F401
 import openai
 import pytest
 
-from tests.clients.conftest import KEY
+from tests.clients.conftest import ADMIN, KEY
 
 DEADLINE_S = 120.0
 USER: Any = [{"role": "user", "content": "hi"}]
@@ -224,3 +226,142 @@ def test_litellm_speaks_to_it(url: str) -> None:
         model="hosted_vllm/tiny", api_base=f"{url}/v1", api_key=KEY, messages=USER, max_tokens=4, stream=True
     )
     assert any(chunk.choices[0].finish_reason for chunk in pieces)
+
+
+# -- cache controls -------------------------------------------------------------------------
+
+SYSTEM = "you sort letters by their date and say which of them are missing " * 3
+
+
+def told(usage: Any) -> list[dict[str, Any]]:
+    """What became of a request's wishes, as an unmodified client shows fields that it does not know."""
+    found: list[dict[str, Any]] = (usage.model_extra or {}).get("hiradix_intents", [])
+    return found
+
+
+def settled(url: str, wish: dict[str, Any]) -> dict[str, Any]:
+    """The receipt of a wish once nothing of it is under way, as the operator sees it."""
+    until = time.monotonic() + DEADLINE_S
+    while True:
+        reply = httpx.get(f"{url}/hicache/intents/{wish['id']}", headers=ADMIN, timeout=DEADLINE_S)
+        receipt: dict[str, Any] = reply.json()
+        if receipt["state"] not in ("accepted", "running") or time.monotonic() > until:
+            return receipt
+        time.sleep(0.01)
+
+
+def leases(url: str) -> list[dict[str, Any]]:
+    found = httpx.get(f"{url}/hicache/intents", headers=ADMIN, timeout=DEADLINE_S).json()["intents"]
+    return [one for one in found if one["verb"] == "hold" and not one["is_end"]]
+
+
+def test_anthropic_marks_that_move_on_hold_the_prompt_and_change_no_token(
+    claude: anthropic.Anthropic, url: str
+) -> None:
+    def turns(is_marked: bool, salt: str) -> tuple[list[str], list[int], list[list[dict[str, Any]]]]:
+        marks: dict[str, Any] = {"cache_control": {"type": "ephemeral"}} if is_marked else {}
+        hour: dict[str, Any] = {"cache_control": {"type": "ephemeral", "ttl": "1h"}} if is_marked else {}
+        system: Any = [{"type": "text", "text": SYSTEM, **hour}]
+        talk: list[Any] = []
+        texts, hits, wishes = [], [], []
+        for turn in range(4):
+            asked = {"role": "user", "content": [{"type": "text", "text": f"letter {turn} of may", **marks}]}
+            answer = claude.messages.create(
+                model="tiny", max_tokens=12, system=system, messages=[*talk, asked],
+                extra_body={"cache_salt": salt, "temperature": 0}, extra_headers={"X-Session-Id": "letters"},
+            )  # fmt: skip
+            text = "".join(block.text for block in answer.content if block.type == "text")
+            plain = {"role": "user", "content": [{"type": "text", "text": f"letter {turn} of may"}]}
+            talk += [plain, {"role": "assistant", "content": text or "-"}]
+            texts.append(text)
+            hits.append(answer.usage.cache_read_input_tokens or 0)
+            wishes.append(told(answer.usage))
+        return texts, hits, wishes
+
+    before = len(leases(url))
+    marked, unmarked = turns(True, "rolling"), turns(False, "plain")
+    assert marked[:2] == unmarked[:2] and unmarked[2] == [[]] * 4, "no token and no hit is another"
+    assert marked[1] == sorted(marked[1]) and marked[1][1] > 0
+    for wishes in marked[2]:
+        assert [(one["field"], one["verb"]) for one in wishes] == [("cache_control", "hold")] * 2
+    assert len({one["id"] for wishes in marked[2] for one in wishes}) == 2, "two leases that go on"
+    hour, minutes = (settled(url, one) for one in marked[2][-1])
+    assert (hour["state"], minutes["state"]) == ("held", "held"), (hour, minutes)
+    assert hour["done"]["tokens"] < minutes["done"]["tokens"] and minutes["saved_tokens"] > 0
+    assert 300 < hour["remaining_s"] <= 3600 and minutes["remaining_s"] <= 300
+    assert len(leases(url)) == before + 2, "old ones are not piled up"
+    claude.messages.create(
+        model="tiny", max_tokens=4, messages=USER,
+        extra_body={"cache_salt": "rolling", "hiradix": {"verb": "locate", "tiers": ["host"]}},
+    )  # fmt: skip
+    ended = httpx.post(
+        f"{url}/v1/end_of_session",
+        json={"prompt": [1, 2, 3], "cache_salt": "rolling", "session_id": "letters"},
+        headers=ADMIN,
+        timeout=DEADLINE_S,
+    )
+    assert ended.status_code == 200 and len(leases(url)) == before, "a session's leases end with it"
+
+
+def test_anthropic_marks_in_streams_and_too_short_ones(claude: anthropic.Anthropic) -> None:
+    block: Any = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
+    asked: Any = {"model": "tiny", "max_tokens": 8, "messages": [{"role": "user", "content": [block]}]}
+    with claude.messages.stream(**asked) as stream:
+        wishes = [told(event.usage) for event in stream if event.type == "message_delta"]
+    [[wish]] = wishes
+    assert wish["field"] == "cache_control" and wish["state"] in ("refused", "held", "running")
+
+
+def test_openai_cache_keys_name_sessions_and_retention_holds(client: openai.OpenAI, url: str) -> None:
+    talk: list[Any] = [{"role": "system", "content": SYSTEM}]
+    ids = []
+    for turn in range(3):
+        talk.append({"role": "user", "content": f"letter {turn} of june"})
+        answer = client.chat.completions.create(
+            model="tiny", messages=talk, max_tokens=12, temperature=0, prompt_cache_key="june",
+            prompt_cache_retention="24h", extra_body={"cache_salt": "june"},
+        )  # fmt: skip
+        key, retention = told(answer.usage)
+        assert key == {"field": "prompt_cache_key", "state": "done", "reason": "it names the session"}
+        assert (retention["field"], retention["verb"]) == ("prompt_cache_retention", "hold")
+        ids.append(retention["id"])
+        talk.append({"role": "assistant", "content": answer.choices[0].message.content or "-"})
+    assert len(set(ids)) == 1, "one lease that goes on"
+    held = settled(url, retention)
+    assert held["state"] == "held" and held["remaining_s"] > 80_000, "no storage here: in the host for a day"
+    body = {"selector": {"session": "june", "cache_salt": "june"}}
+    found = httpx.post(f"{url}/hicache/prefix/locate", json=body, headers=ADMIN, timeout=DEADLINE_S).json()
+    assert found["found"]["device"]["tokens"] >= held["done"]["tokens"]
+    response = client.responses.create(
+        model="tiny",
+        input=SYSTEM,
+        max_output_tokens=4,
+        prompt_cache_key="x" * 300,
+        prompt_cache_retention="in_memory",
+    )
+    assert response.usage is not None and [one["state"] for one in told(response.usage)] == ["done"]
+    asked: Any = {"model": "tiny", "prompt": SYSTEM, "max_tokens": 2}
+    wrong = client.completions.create(**asked, extra_body={"prompt_cache_retention": "for ever"})
+    assert told(wrong.usage)[0]["state"] == "refused"
+
+
+def test_hiradix_wishes_of_a_request_are_carried_out_and_checked(client: openai.OpenAI, url: str) -> None:
+    asked: Any = {"model": "tiny", "prompt": SYSTEM + "own", "max_tokens": 12, "temperature": 0}
+    wishes: list[Any] = [{"verb": "hold", "ttl_s": 60, "max_bytes": 1}, {"verb": "forget"}]
+    answer = client.completions.create(**asked, extra_body={"hiradix": wishes, "cache_salt": "own"})
+    clipped, gone = told(answer.usage)
+    assert (clipped["field"], gone["verb"]) == ("hiradix", "forget")
+    assert (
+        settled(url, clipped)["state"] in ("refused", "cancelled") and settled(url, gone)["state"] == "done"
+    )
+    again = client.completions.create(**asked, extra_body={"cache_salt": "own"})
+    details = again.usage and again.usage.prompt_tokens_details
+    assert details is not None and details.cached_tokens == 0, "store nothing: nothing is there"
+    common = client.completions.create(**asked, extra_body={"hiradix": {"verb": "forget"}})
+    [refused] = told(common.usage)
+    assert refused["state"] == "refused" and "cache_salt" in refused["reason"]
+    for wish, field in (({"verb": "hold"}, "ttl_s"), ({"verb": "hold", "ttl": 1}, "ttl"), ({}, "verb")):
+        with pytest.raises(openai.BadRequestError, match=f"hiradix.{field}"):
+            client.completions.create(**asked, extra_body={"hiradix": wish})
+    hinted = client.completions.create(**asked, extra_body={"end_of_session": True})
+    assert told(hinted.usage)[0]["field"] == "end_of_session"

@@ -9,7 +9,7 @@ import pytest
 
 from hiradix.cache.intents.removals import MAX_PAST
 from hiradix.cache.intents.table import MAX_RECEIPT_TOKENS
-from hiradix.intents import BadIntent, Intent, IntentState, Selector, Verb
+from hiradix.intents import ANY_SESSION, COMMON, BadIntent, Intent, IntentState, Receipt, Selector, Verb
 from hiradix.intents.limits import IntentLimits
 from hiradix.tree import RadixKey, Tier
 from tests.intents.world import GENEROUS, WIDE, IntentWorld, key_of, prefix
@@ -641,4 +641,65 @@ def test_a_fetch_of_what_is_forgotten_stops_no_later_one_of_the_same_handle():
     assert w.found(LONG)["host"].tokens == 0
     assert w.found(other)["host"].tokens == 6
     assert prefetcher.progress("one")
+    w.end()
+
+
+# -- leases of a session --------------------------------------------------------------------
+
+
+def mark(
+    w: IntentWorld, *pages: int, session: str = "s", ttl_s: float = 60.0, salt: str | None = "a"
+) -> Receipt:
+    """A hold as a request's mark of its prompt makes it; carried out, as far as it goes by itself."""
+    owner = f"salt:{salt}" if salt else COMMON
+    return w.wish(Verb.HOLD, prefix(*pages, salt=salt), "host", ttl_s=ttl_s, series=session, asked_by=owner)
+
+
+def test_a_mark_that_moves_on_is_one_lease_with_a_new_end():
+    w = world(intents=IntentLimits(host_share=1.0, tenant_share=1.0))
+    w.seed(key_of(1, 2, 3, 4, 5, 6, salt="a"))
+    first = mark(w, 1, 2)
+    assert (first.state, first.done.pages) == (IntentState.HELD, 2)
+    w.driver.advance(50.0)
+    second = mark(w, 1, 2, 3, 4)
+    assert second.id == first.id and (second.state, second.done.pages) == (IntentState.HELD, 4)
+    assert second.remaining_s > 55.0 and len(w.cache.intents.book.leases) == 1
+    assert mark(w, 1, 2, 3, 4).id == first.id, "the same again"
+    system = mark(w, 1, ttl_s=3600.0)
+    assert system.id != first.id, "another time to live is another lease"
+    assert mark(w, 1, ttl_s=3600.0).id == system.id
+    assert mark(w, 1, 2, 3, 4, 5, session="t").id not in (first.id, system.id), "another session's"
+    w.end()
+
+
+def test_a_session_holds_four_prompts_that_do_not_continue_each_other():
+    w = world(intents=IntentLimits(host_share=1.0, tenant_share=1.0))
+    w.seed(*(key_of(1, n, salt="a") for n in range(2, 8)))
+    leases = [mark(w, 1, n) for n in range(2, 6)]
+    assert mark(w, 1, 2).id == leases[0].id, "renewed: the second is the oldest now"
+    mark(w, 1, 6)
+    states = [w.now(lease).state for lease in leases]
+    assert states == [IntentState.HELD, IntentState.CANCELLED, IntentState.HELD, IntentState.HELD]
+    assert "session" in w.now(leases[1]).reason
+    assert w.cache.intents.end_series("salt:a", "t") == 0
+    assert w.cache.intents.end_series("salt:a", "s") == 4 and not w.cache.intents.book.leases
+    w.end()
+
+
+def test_without_a_session_only_what_is_continued_is_replaced():
+    w = world(intents=IntentLimits(host_share=1.0, tenant_share=1.0))
+    w.seed(*(key_of(1, n, 9, salt=None) for n in range(2, 9)))
+    leases = [mark(w, 1, n, session=ANY_SESSION, salt=None) for n in range(2, 9)]
+    assert all(w.now(lease).state is IntentState.HELD for lease in leases), "each its own"
+    assert mark(w, 1, 4, 9, session=ANY_SESSION, salt=None).id == leases[2].id
+    w.end()
+
+
+def test_requests_of_no_tenant_name_what_is_nobodys_within_one_tenants_budget():
+    w = world(intents=IntentLimits(host_share=0.5, tenant_share=0.25))  # of 48 pages
+    w.seed(key_of(*range(1, 9)), key_of(1, 2, salt="a"))
+    held = mark(w, *range(1, 9), salt=None)
+    assert held.done.pages == 6 and "common may hold 6 pages" in held.clipped
+    theirs = Intent(Verb.HOLD, prefix(1, 2, salt="a"), ("host",), ttl_s=60.0, asked_by=COMMON)
+    assert w.cache.intents.submit(theirs).state is IntentState.REFUSED
     w.end()

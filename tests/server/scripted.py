@@ -29,6 +29,7 @@ from hiradix.apps.server.service import (
     TransferReport,
 )
 from hiradix.config import HiCacheConfig
+from hiradix.intents.http import IntentReply
 from hiradix.storage.attach.rules import AttachRules
 
 MODEL = "tiny"
@@ -127,6 +128,9 @@ class ScriptedService:
     def abort(self, rid: str) -> None:
         self.aborted.append(rid)
         self.stopped.set()
+
+    async def answer_intent(self, method: str, path: str, body: str, asked_by: str) -> IntentReply:
+        return IntentReply(200, {"asked_by": asked_by})
 
     async def hint(self, prompt_ids: Sequence[int], scope: Scope) -> int:
         self.calls.append((list(prompt_ids), scope))

@@ -11,6 +11,7 @@ from hiradix.apps.server.flag_table import FLAGS
 from hiradix.apps.server.flags import ServeConfig, make_parser, parse_serve_args
 from hiradix.config import HiCacheConfig
 from hiradix.errors import ConfigError
+from hiradix.intents.limits import IntentLimits
 
 # Cache flags of SGLang 0.5.9 and 0.5.23.
 UPSTREAM = """
@@ -117,6 +118,21 @@ def test_defaults_of_the_flags_are_those_of_the_configurations(model: str) -> No
     on = parse(model, "--enable-hicache", "--page-size", "64")
     config = HiCacheConfig(enable_hierarchical_cache=True, served_model_name=model)
     assert on.engine == EngineConfig(model, cache=config, model_name=model)
+
+
+def test_caps_on_wishes_are_settings_from_every_source(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "caps.toml"
+    file.write_text("intent_max_receipts = 7\nintent_max_open = 1\n")
+    environment = {
+        "HIRADIX_CONFIG": str(file),
+        "HIRADIX_INTENT_MAX_OPEN": "9",
+        "HIRADIX_INTENT_HOST_SHARE": "0",
+    }
+    flags = ["--model-path", model, "--intent-tenant-bytes", "64MiB", "--intent-host-share", "0.5"]
+    found = parse_serve_args(flags, environment)
+    expected = IntentLimits(host_share=0.5, tenant_bytes=64 << 20, max_open=9, max_receipts=7)
+    assert found.engine.intents == expected
+    assert "--intent-host-share" in refusal("--model-path", model, "--intent-host-share", "0.6")
 
 
 def test_values_reach_engine_and_cache(model: str) -> None:

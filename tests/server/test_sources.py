@@ -87,7 +87,7 @@ def values_of(one: Setting, folder: Path) -> st.SearchStrategy[Any]:
         return st.booleans()
     if one.choices:
         return st.sampled_from([choice for choice in one.choices if choice not in one.refused])
-    if one.type is Type.INTEGER:
+    if one.type in (Type.INTEGER, Type.SIZE):
         return st.integers(int(one.minimum), int(one.maximum or MAX_COUNT))
     if one.type in NUMBERS:
         return st.floats(one.minimum, min(one.maximum or 1e6, 1e6))
@@ -107,7 +107,9 @@ def as_text(one: Setting, value: Any) -> str:
         return json.dumps(value)
     if one.type is Type.LIST:
         return ";".join(value)
-    return str(value).lower() if isinstance(value, bool) else repr(value) if one.type in NUMBERS else value
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value) if one.type in (*NUMBERS, Type.SIZE) else value
 
 
 def as_flags(values: Mapping[str, Any]) -> list[str]:

@@ -402,3 +402,72 @@ def test_passwords_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) ->
             parse_extra_config(json.dumps(bad))
     assert parse_extra_config('{"url_env": "CACHE_PASSWORD"}').backend == {"url_env": "CACHE_PASSWORD"}
     assert "CACHE_PASSWORD" in os.environ
+
+
+# -- what tenants wish of the cache -----------------------------------------------------
+
+
+def test_a_tenants_key_asks_for_what_is_his_alone(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    with real_application(flags(model)) as app:
+        app.state.key_ring.put_in(Keys("user", "admin", TENANTS))
+        http = TestClient(app)
+
+        def wish(key: str, verb: str, selector: dict[str, Any], **fields: Any) -> tuple[int, dict[str, Any]]:
+            body = {"selector": selector, **fields}
+            reply = http.post(f"/hicache/prefix/{verb}", json=body, headers=bearer(key))
+            found: dict[str, Any] = reply.json()
+            return reply.status_code, found
+
+        def on_device(key: str, selector: dict[str, Any]) -> int:
+            status, found = wish(key, "locate", selector)
+            assert status == 200, found
+            count: int = found["found"]["device"]["tokens"]
+            return count
+
+        prompt = {"tokens": PROMPT}
+        for fields in ({"session_id": "s"}, {"cache_salt": "x"}):
+            body = {"prompt": PROMPT, "max_tokens": 2, **fields}
+            assert http.post("/v1/completions", json=body, headers=bearer("key-a")).status_code == 200
+        whole = len(PROMPT) // 16 * 16
+        his = [prompt, {"session": "s"}, {**prompt, "cache_salt": "x"}, {"tenant": "salt:tenant:alice"}]
+        assert all(on_device("key-a", selector) >= whole for selector in his)
+        assert all(on_device("key-b", selector) == 0 for selector in his[:3])
+        for selector in ({"tenant": "salt:tenant:alice"}, {"everything": True}, {"tenant": ""}):
+            for verb, fields in (("locate", {}), ("forget", {}), ("hold", {"ttl_s": 9.0})):
+                status, refused = wish("key-b", verb, selector, **fields)
+                assert status == 409 and refused["state"] == "refused" and not refused["found"], (
+                    verb,
+                    selector,
+                )
+        for salted in (
+            {**prompt, "cache_salt": "tenant:alice"},
+            {"session": "s", "cache_salt": "tenant:alice"},
+        ):
+            assert wish("key-b", "forget", salted)[0] == 400
+        status, held = wish("key-a", "hold", prompt, ttl_s=60.0)
+        assert status == 202 and held["asked_by"] == "salt:tenant:alice"
+        path = f"/hicache/intents/{held['id']}"
+        for key, expected in (("key-a2", 200), ("key-b", 404), ("admin", 200), ("user", 401), ("key-n", 401)):
+            assert http.get(path, headers=bearer(key)).status_code == expected, key
+        assert http.delete(path, headers=bearer("key-b")).status_code == 404
+        for key, name in (("key-a", "alice"), ("key-b", "bob")):
+            assert {one["asked_by"] for one in listed(http, key)} == {f"salt:tenant:{name}"}
+        assert wish("key-a", "bring", prompt, target="elsewhere")[1]["reason"].endswith("the operator's")
+        rows = http.get("/hicache/tenants", headers=bearer("key-a")).json()["tenants"]
+        assert [row["tenant"] for row in rows] == ["salt:tenant:alice"]
+        assert wish("key-a", "forget", prompt)[0] in (200, 202)
+        assert on_device("key-a", prompt) == 0 and on_device("key-a", his[2]) >= whole
+
+
+def listed(http: TestClient, key: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = http.get("/hicache/intents", headers=bearer(key)).json()["intents"]
+    return found
+
+
+def test_without_an_admin_key_tenants_ask_for_their_own_and_nobody_else_does() -> None:
+    http = client(ScriptedService(), Keys("user", None, TENANTS))
+    statuses = [
+        http.get("/hicache/tenants", headers=bearer(key)).status_code for key in ("key-a", "user", "wrong")
+    ]
+    assert statuses == [200, 400, 401]

@@ -14,7 +14,7 @@ from hiradix.adapters.admin import port_of_environment
 from hiradix.adapters.rope import DYNAMIC, LONG, lengths_that_decide, unfixed
 from hiradix.adapters.sglang.engine_views import ControllerView, FencedStreams
 from hiradix.adapters.sglang.lora_adapters import LoraAdapters, keep_apart
-from hiradix.adapters.sglang.settings import own_settings
+from hiradix.adapters.sglang.settings import intent_limits, own_settings
 from hiradix.adapters.sglang.states import StateRecords, require_known_states
 from hiradix.adapters.sglang.support import (
     TESTED,
@@ -269,7 +269,11 @@ def _inner(
     # What stays on the device has no name: no weights are read for one.
     is_named = config.enable_hierarchical_cache
     model = _identity(context, flags, weights) if is_named else ModelIdentity("")
-    ours: dict[str, Any] = {"adapter_of": adapters.of, "explain_names": config.explain_names if explains else 0}
+    ours: dict[str, Any] = {
+        "adapter_of": adapters.of,
+        "explain_names": config.explain_names if explains else 0,
+        "intents": intent_limits(os.environ),
+    }
     if context.is_hybrid_swa:
         own = dataclasses.replace(own_params(params, HybridPort), **ours)
         return build_hybrid_cache(config, own, window_pools(kvcache), model, runtime)

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hiradix.config import ExtraConfig, HiCacheConfig
-from hiradix.settings import Setting, Type, setting_of, settings_of
+from hiradix.intents.limits import IntentLimits
+from hiradix.settings import Setting, Type, fields_of, setting_of, settings_of
 from hiradix.sources import Resolved, resolve
 
 EXTRA = "hicache_storage_backend_extra_config"
@@ -15,7 +16,12 @@ ATTACHABLE = Setting("attachable", Type.STORES, {}, "configurations that request
 ATTACH_ALLOW = Setting(
     "attach_allow", Type.LIST, (), "rules of what else it may attach, as of `--attach-allow`"
 )
-OWN = (*(setting_of(HiCacheConfig, name) for name in _NOT_SGLANGS), ATTACHABLE, ATTACH_ALLOW)
+OWN = (
+    *(setting_of(HiCacheConfig, name) for name in _NOT_SGLANGS),
+    ATTACHABLE,
+    ATTACH_ALLOW,
+    *settings_of(IntentLimits),
+)
 _ITS_FLAGS = {one.name for one in settings_of(HiCacheConfig)} - set(_NOT_SGLANGS)
 ADMIN_PORT = "admin_port"  # in the file it is vLLM's; the variable is read by `hiradix.adapters.admin`
 _IN_EXTRA = {one.name for one in settings_of(ExtraConfig)}
@@ -38,3 +44,9 @@ def own_settings(environment: Mapping[str, str]) -> Resolved:
     found = resolve(OWN, {}, environment, elsewhere, is_guest=True)
     found.check()
     return found
+
+
+def intent_limits(environment: Mapping[str, str]) -> IntentLimits:
+    """Caps on wishes, as variables and the file say. Raises ConfigError."""
+    own = own_settings(environment)
+    return IntentLimits(**{field: own[one.name] for field, one in fields_of(IntentLimits)})

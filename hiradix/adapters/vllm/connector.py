@@ -182,6 +182,7 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
             loads=loads,
             explain_names=cache.explain_names,
             eviction_policy=cache.radix_eviction_policy,
+            intents=self._settings.intents,
         )
 
     def _ask(self, name: str | None, extra: ExtraConfig, policy: str | None) -> None:

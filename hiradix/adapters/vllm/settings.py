@@ -15,13 +15,16 @@ from hiradix.config import (
     HiCacheConfig,
 )
 from hiradix.errors import ConfigError
+from hiradix.intents.limits import IntentLimits
 from hiradix.policy.admission import admission_policies
 from hiradix.settings import (
     MAX_PORT,
     Setting,
     Type,
     fields_of,
+    group,
     nearest,
+    read,
     require_bool,
     require_stores,
     setting,
@@ -54,7 +57,8 @@ def own_settings() -> tuple[Setting, ...]:
 
 @dataclass(frozen=True)
 class Settings:
-    """cache: as the flags of `hiradix serve`. attach_rules: what the admin endpoint (`admin`) may attach."""
+    """cache: as the flags of `hiradix serve`. attach_rules: what the admin endpoint (`admin`) may attach.
+    intents: caps on wishes."""
 
     ALSO: ClassVar = (
         setting_of(ExtraConfig, REQUIRED_KEY),
@@ -107,6 +111,7 @@ class Settings:
         choices=tuple(admission_policies()),
     )
     attach_rules: AttachRules = field(default_factory=AttachRules)
+    intents: IntentLimits = group(IntentLimits)
 
     @property
     def may_store(self) -> bool:
@@ -173,6 +178,7 @@ def parse_settings(
         if one.name in values
     }
     own["attach_rules"] = _attach_rules(values, cache)
+    own["intents"] = read(IntentLimits, values, str)
     return Settings(cache, **own)
 
 

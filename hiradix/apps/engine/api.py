@@ -11,6 +11,7 @@ from typing import Any, SupportsIndex
 from hiradix.config import HiCacheConfig
 from hiradix.errors import CacheError, ConfigError
 from hiradix.explain import Explanation
+from hiradix.intents.limits import IntentLimits
 from hiradix.policy.admission import admission_policies
 from hiradix.policy.uses import HINTS
 from hiradix.settings import MAX_COUNT, REQUIRED, Type, fields_of, setting
@@ -122,12 +123,30 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptWish:
+    """A wish of a request about its own prompt: carried out once the prompt is computed, a forget at its end.
+
+    asked_by: the request's field that asks for it. body: as `hiradix.intents.http.intent_of` reads one, without
+    a selector; without tiers a hold is in the host, or where there is none on the device. num_tokens: how many
+    leading tokens it is about; None: all. or_hold_s: of a bring to storage, seconds to hold instead where there
+    is no storage. answer: what becomes of it, where no cache is asked: the body does not count then.
+    """
+
+    asked_by: str
+    body: Mapping[str, Any] = field(default_factory=dict)
+    num_tokens: int | None = None
+    or_hold_s: float = 0.0
+    answer: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Scope:
     """Whose cache a request may share (namespace: adapter and tenant) and how much its pages matter.
 
     hint: what the client knows of its conversation, `end_of_session` or `keep_alive`. session: its name for
-    the session, within `cache_salt`; "": it is told by the prompt's beginning. RequestError names a field that
-    is none of what it may be, or that is kept for adapters of other engines, which may share a store.
+    the session, within `cache_salt`; "": it is told by the prompt's beginning. wishes: what else it asks of the
+    cache. RequestError names a field that is none of what it may be, or that is kept for adapters of other
+    engines, which may share a store.
     """
 
     extra_key: str | None = None
@@ -135,6 +154,7 @@ class Scope:
     priority: int = 0
     hint: str | None = None
     session: str = ""
+    wishes: tuple[PromptWish, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("extra_key", "cache_salt"):
@@ -201,7 +221,10 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request; the cached counts are those of its first admission, by source tier."""
+    """Token counts of one request; the cached counts are those of its first admission, by source tier.
+
+    wishes: with its last Output, what has become of each of its wishes so far.
+    """
 
     prompt_tokens: int
     completion_tokens: int = 0
@@ -209,6 +232,7 @@ class Usage:
     cached_host: int = 0
     cached_storage: int = 0
     explanation: Explanation | None = None
+    wishes: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def cached_tokens(self) -> int:
@@ -310,6 +334,7 @@ class EngineConfig:
         "num_threads", None, "CPU threads of the model.", maximum=MAX_THREADS, default_text="1"
     )
     cache: HiCacheConfig = field(default_factory=HiCacheConfig)
+    intents: IntentLimits = IntentLimits()
     check: bool = setting(
         "check_invariants",
         Type.BOOL,

@@ -34,6 +34,7 @@ from hiradix.apps.engine.packing import Work
 from hiradix.apps.engine.pools import EnginePools, build_pools
 from hiradix.apps.engine.rank_storage import Attach, attach_on_ranks, clear_on_ranks, open_timeout_s
 from hiradix.apps.engine.request import Request
+from hiradix.apps.engine.request_wishes import RequestWishes
 from hiradix.apps.engine.scheduler import ScheduledTokens, Scheduler, SchedulerLimits
 from hiradix.apps.engine.slots import free_tokens
 from hiradix.apps.engine.states import NO_STATES, NoStates, StateSlots
@@ -98,6 +99,7 @@ class Engine:
         self._pools = build_pools(config, self._model.shape, kinds, self.context_length)
         self.cache: PrefixCache = self._build_cache(build_cache, group)
         self._intents = IntentApi(lambda ask: ask(self.cache.cache.intents))
+        self._wishes = RequestWishes(self.cache)
         self._wakeup = threading.Event()
         self.cache.set_wakeup(self._wakeup.set)
         limits = _limits(config, self._pools)
@@ -141,6 +143,7 @@ class Engine:
         request = self._scheduler.remove(rid)
         if request is None:
             return False
+        self._wishes.drop(rid)
         self._ended.append(self._answers.end(request, FINISH_ABORT))
         return True
 
@@ -234,11 +237,17 @@ class Engine:
         num_tokens = sum(part.num_tokens for part in parts)
         if not waits and rows and num_tokens >= 2 * len(parts):
             self.cache.note_prefill(num_tokens, time.perf_counter() - start_s)
-        for request, output in zip(requests, outputs, strict=True):
-            self._scheduler.answered(request)
-            if output.finish_reason is not None:
-                self._scheduler.finish(request, output.finish_reason)
-        return outputs
+        return [self._answered(*pair) for pair in zip(requests, outputs, strict=True)]
+
+    def _answered(self, request: Request, output: Output) -> Output:
+        """A token was sampled; with the last one the request ends, and its wishes are answered."""
+        self._scheduler.answered(request)
+        self._wishes.begin(request)
+        if output.finish_reason is None:
+            return output
+        self._scheduler.finish(request, output.finish_reason)
+        told = self._wishes.end(request)
+        return replace(output, usage=replace(output.usage, wishes=told)) if told else output
 
     def _work(self, part: ScheduledTokens) -> Work:
         request = part.request
@@ -299,6 +308,8 @@ class Engine:
         if scope.hint == "end_of_session":
             self._scheduler.turns.session_ended(prompt_ids, scope)
         key = RadixKey(list(prompt_ids), scope.extra_key, cache_salt=scope.cache_salt)
+        if scope.hint == "end_of_session":
+            self._wishes.end_session(key, scope.session)
         return self.cache.hint(key, scope.hint)
 
     def answer_intent(self, method: str, path: str, body: IntentBody, asked_by: str) -> IntentReply:
@@ -385,6 +396,7 @@ class Engine:
             witness=witness,
             adapter_of=no_adapters,
             explain_names=config.explain_names,
+            intents=self.config.intents,
         )
 
     def _cache_over(

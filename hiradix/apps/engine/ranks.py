@@ -19,11 +19,12 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from hiradix.apps.engine.api import EngineConfig, Output, SamplingParams, Scope
+from hiradix.apps.engine.api import EngineConfig, Output, PromptWish, SamplingParams, Scope
 from hiradix.apps.engine.engine import Engine
 from hiradix.config import RANK_TIMEOUT_S, ExtraConfig, HiCacheConfig
 from hiradix.errors import CacheError, ConfigError
 from hiradix.intents.http import IntentBody, IntentReply
+from hiradix.intents.limits import IntentLimits
 from hiradix.transfer.process_group import Membership, ProcessGroup, RankLost
 
 logger = logging.getLogger(__name__)
@@ -102,13 +103,13 @@ def follow(engine: Engine, group: ProcessGroup) -> None:
     """Do what rank 0 does until it closes; raises RankLost when it, or another rank, is gone."""
     calls: dict[str, Callable[..., object]] = {
         "add_request": lambda rid, ids, params, scope: engine.add_request(
-            rid, ids, _params(params), Scope(**scope)
+            rid, ids, _params(params), _scope(scope)
         ),
         "abort": engine.abort, "step": engine.step, "flush": engine.flush,
         "attach_storage": engine.attach_storage, "detach_storage": engine.detach_storage,
         "clear_storage": engine.clear_storage, "drain": engine.drain,
         "answer_intent": engine.answer_intent,
-        "hint": lambda ids, scope: engine.hint(ids, Scope(**scope)),
+        "hint": lambda ids, scope: engine.hint(ids, _scope(scope)),
     }  # fmt: skip
     while True:
         name, *arguments = group.share(None)
@@ -128,6 +129,10 @@ def _params(fields: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**{**fields, **lists})
 
 
+def _scope(fields: dict[str, Any]) -> Scope:
+    return Scope(**{**fields, "wishes": tuple(PromptWish(**wish) for wish in fields["wishes"])})
+
+
 def _plain(value: Any) -> Any:
     """A configuration as JSON has it."""
     if is_dataclass(value):
@@ -140,7 +145,7 @@ def _config_of(plain: dict[str, Any]) -> EngineConfig:
     cache = dict(plain["cache"])
     extra = ExtraConfig(**cache.pop("hicache_storage_backend_extra_config"))
     config = HiCacheConfig(**cache, hicache_storage_backend_extra_config=extra)
-    return EngineConfig(**{**plain, "cache": config})
+    return EngineConfig(**{**plain, "cache": config, "intents": IntentLimits(**plain["intents"])})
 
 
 def _run_follower(member: Membership) -> None:

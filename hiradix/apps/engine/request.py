@@ -59,6 +59,7 @@ class Request:
         self.priority = scope.priority
         self.session_hint = scope.hint
         self.session_id = scope.session
+        self.wishes = scope.wishes
         self.session_name = self.session_stop = ""  # for the eviction policy: what it was of, why it ended
         self.origin_input_ids = array("q", prompt_ids)
         self.output_ids = array("q")

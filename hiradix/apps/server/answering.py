@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import compress, count
+from operator import ne
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -15,10 +17,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Send
 from starlette.types import Scope as ConnectionScope
 
-from hiradix.apps.engine.api import ChatPrompt, EngineBusy, RequestError, SamplingParams, Usage
+from hiradix.apps.engine.api import ChatPrompt, EngineBusy, PromptWish, RequestError, SamplingParams, Usage
 from hiradix.apps.server.api_request import (
     MOST_ANSWERS,
     ApiRequest,
+    AskedWish,
     Piece,
     PieceReader,
     Tally,
@@ -186,12 +189,27 @@ class Answering:
             ids = await self.token_ids(prompt, asked.field, context, asked.add_special_tokens)
             limit = max(1, context - len(ids)) if asked.limit is None else params.max_new_tokens
             limit = max(limit, params.min_new_tokens)
+            wishes = [await self._placed(one, ids, asked.field) for one in asked.wishes]
+            forgets = tuple(wish for wish in wishes if wish.body.get("verb") == "forget")
             for number in range(asked.num_answers):
                 seed = None if params.seed is None else _wrapped(params.seed + number)
                 own = replace(params, max_new_tokens=limit, seed=seed)
                 rid = f"{request_id}-{len(found)}" if found else request_id
-                found.append(Generation(rid, ids, own, asked.scope))
+                scope = replace(asked.scope, wishes=forgets if number else tuple(wishes))
+                found.append(Generation(rid, ids, own, scope))
         return found
+
+    async def _placed(self, asked: AskedWish, ids: Sequence[int], field: str) -> PromptWish:
+        """A wish with the number of tokens of the prompt that it is about."""
+        if asked.upto is None:
+            return asked.wish
+        try:
+            part = await self.token_ids(asked.upto, field, None)
+        except ApiError as error:  # a template that renders no part of it
+            answer = {"state": "refused", "reason": f"its place is not known: {error.message}"}
+            return replace(asked.wish, answer=answer)
+        differs = compress(count(), map(ne, part, ids))
+        return replace(asked.wish, num_tokens=next(differs, min(len(part), len(ids))))
 
     async def _params(self, asked: ApiRequest) -> SamplingParams:
         form = asked.form

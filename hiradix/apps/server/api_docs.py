@@ -13,11 +13,13 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from starlette.responses import HTMLResponse
 
+from hiradix.apps.server.admin import AttachBody
 from hiradix.apps.server.dialects.anthropic import CountBody, MessagesBody
 from hiradix.apps.server.dialects.chat import ChatBody
 from hiradix.apps.server.dialects.completions import CompletionBody
 from hiradix.apps.server.dialects.responses import ResponsesBody
 from hiradix.apps.server.dialects.tokens import DetokenizeBody, TokenizeBody
+from hiradix.apps.server.intents import WishBody
 from hiradix.apps.server.session import SessionBody
 
 Json = dict[str, Any]
@@ -31,7 +33,10 @@ BODIES: Mapping[str, type[BaseModel]] = {
     "/v1/keep_alive": SessionBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
+    "/hicache/intents": WishBody,
+    "/hicache/prefix/{rest}": WishBody,
 }
+PUT_BODIES: Mapping[str, type[BaseModel]] = {"/hicache/storage-backend": AttachBody}
 _HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
 _STYLE = (
     "body{font:15px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em}code{background:#eee}"
@@ -43,12 +48,16 @@ def schema_of(app: FastAPI) -> Json:
     """The application's OpenAPI schema, with the bodies that its handlers read themselves."""
     schema = app.openapi()
     parts = schema.setdefault("components", {}).setdefault("schemas", {})
-    for path, body in BODIES.items():
+    bodies = [("post", *pair) for pair in BODIES.items()] + [("put", *pair) for pair in PUT_BODIES.items()]
+    for method, path, body in bodies:
         own = body.model_json_schema(ref_template="#/components/schemas/{model}")
         parts.update(own.pop("$defs", {}))
         parts[body.__name__] = own
         content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}}
-        schema["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
+        schema["paths"][path][method]["requestBody"] = {"required": True, "content": content}
+    for path, methods in schema["paths"].items():
+        for method, operation in methods.items():
+            operation["operationId"] = f"{method} {path}"
     return schema
 
 

@@ -12,6 +12,7 @@ from hiradix.apps.engine.api import (
     FINISH_TOOL,
     ChatPrompt,
     Output,
+    PromptWish,
     SamplingParams,
     Scope,
     TokenLogprob,
@@ -52,11 +53,19 @@ class AnswerForm:
 
 
 @dataclass(frozen=True, slots=True)
+class AskedWish:
+    """A wish about a request's prompt. upto: whose common beginning with the prompt it is about; None: all."""
+
+    wish: PromptWish
+    upto: ChatPrompt | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ApiRequest:
     """One request, of any dialect.
 
     field: of the body, with the prompts; params.max_new_tokens counts where `limit` is one. form: what the
-    answer must match.
+    answer must match. wishes: what it asks of the cache.
     """
 
     prompts: Sequence[str | Sequence[int] | ChatPrompt]
@@ -67,6 +76,7 @@ class ApiRequest:
     num_answers: int = 1
     tools: ToolUse | None = None
     form: AnswerForm | None = None
+    wishes: Sequence[AskedWish] = ()
     add_special_tokens: bool = True
     rid: str | None = None
     is_streamed: bool = False
@@ -177,4 +187,5 @@ class Tally:
             sum(one.cached_device for one in firsts),
             sum(one.cached_host for one in firsts),
             sum(one.cached_storage for one in firsts),
+            wishes=tuple(wish for one in self._by_answer.values() for wish in one.wishes),
         )

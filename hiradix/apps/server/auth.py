@@ -1,4 +1,4 @@
-"""Access control: four levels, bearer keys compared in constant time, one table of paths."""
+"""Access control: five levels, bearer keys compared in constant time, one table of paths."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ class Level(enum.Enum):
     HINT = "hint"  # the same, or the admin key
     ADMIN_OPTIONAL = "admin_optional"  # the admin key, else the api key, else nothing
     ADMIN_REQUIRED = "admin_required"  # the admin key; off (400) on a server without one
+    OWN = "own"  # the same, or a tenant's key, for what is his
 
 
 LEVELS = {
@@ -39,9 +40,9 @@ LEVELS = {
 }
 LEVELS_BELOW = {
     "/explain": Level.ADMIN_OPTIONAL,
-    "/hicache/intents": Level.ADMIN_REQUIRED,
-    "/hicache/prefix": Level.ADMIN_REQUIRED,
-    "/hicache/tenants": Level.ADMIN_REQUIRED,
+    "/hicache/intents": Level.OWN,
+    "/hicache/prefix": Level.OWN,
+    "/hicache/tenants": Level.OWN,
 }
 """Of these paths and of all below them."""
 OPEN_PREFIXES = ("/health", "/ready", "/metrics")
@@ -160,6 +161,11 @@ def check(ring: KeyRing, scope: Scope, pages: Allowed = ANY_PAGE) -> JSONRespons
             return _unauthorized()
         scope[_CALLER] = caller
         return _of_page(pages, scope) if ring.is_open and not is_admin else None
+    if level is Level.OWN and not is_admin:
+        caller = ring.caller(authorization)
+        if caller is not None and caller.tenant is not None:
+            scope[_CALLER] = caller
+            return None
     if ring.has_admin:
         return None if is_admin else _unauthorized()
     if ring.is_open:
@@ -170,7 +176,7 @@ def check(ring: KeyRing, scope: Scope, pages: Allowed = ANY_PAGE) -> JSONRespons
         refusal = None if ring.is_api_key(authorization) else _unauthorized()
     else:
         refusal = None if ring.caller(authorization) is not None else _unauthorized()
-    return _off() if refusal is None and level is Level.ADMIN_REQUIRED else refusal
+    return _off() if refusal is None and level is not Level.ADMIN_OPTIONAL else refusal
 
 
 def _authorization(scope: Scope) -> bytes:

@@ -93,7 +93,7 @@ _IGNORED: tuple[Field, ...] = (
     *(Field(name, EVERY, None, "for the operator of a service") for name in ("metadata", "service_tier")),
     *(
         Field(name, (COMPLETIONS, CHAT, RESPONSES), None, "for the operator of a service")
-        for name in ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+        for name in ("user", "safety_identifier")
     ),
     Field("store", OPENAI, None, "answers are not stored"),
     Field("spaces_between_special_tokens", OPENAI, None, "there are none between"),

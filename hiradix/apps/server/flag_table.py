@@ -12,6 +12,7 @@ from typing import Any, Literal
 from hiradix.apps.engine.api import EngineConfig
 from hiradix.apps.server.tools import FORMATS
 from hiradix.config import RANK_TIMEOUT_S, REQUIRED_KEY, HiCacheConfig
+from hiradix.intents.limits import IntentLimits
 from hiradix.settings import (
     MAX_PORT,
     REQUIRED,
@@ -161,6 +162,8 @@ _CACHE: tuple[Flag, ...] = (
     _accepted("disable_hicache_numa_detect", "The process is never bound to a NUMA node."),
 )  # fmt: skip
 
+_WISHES: tuple[Flag, ...] = tuple(Flag(one) for one in settings_of(IntentLimits))
+
 _REFUSED: tuple[Flag, ...] = (
     _refused("hicache_storage_prefetch_retry_poll_interval", "storage is asked once per request", True),
     _refused("hicache_storage_prefetch_retry_max_attempts", "storage is asked once per request", True),
@@ -187,6 +190,7 @@ SECTIONS: dict[str, tuple[Flag, ...]] = {
     "Server": _SERVER,
     "Engine": _ENGINE,
     "Cache": _CACHE,
+    "Wishes": _WISHES,
     "Refused": _REFUSED,
 }
 FLAGS: tuple[Flag, ...] = tuple(flag for flags in SECTIONS.values() for flag in flags)

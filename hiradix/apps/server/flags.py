@@ -31,6 +31,7 @@ from hiradix.config import (
 )
 from hiradix.errors import ConfigError
 from hiradix.events import KVEventsConfig, read_kv_events_config
+from hiradix.intents.limits import IntentLimits
 from hiradix.policy.eviction import make_order
 from hiradix.settings import Setting, Type, fields_of, nearest, settings_of
 from hiradix.sources import Given, Resolved, SettingSource, placed, resolve
@@ -392,5 +393,8 @@ def _model_path(text: str) -> str:
 def _engine_config(found: Resolved, cache: HiCacheConfig, name: str) -> EngineConfig:
     given = {field: found[one.name] for field, one in fields_of(EngineConfig)}
     return EngineConfig(
-        **given | {"model_path": _model_path(found["model_path"])}, cache=cache, model_name=name
+        **given | {"model_path": _model_path(found["model_path"])},
+        cache=cache,
+        intents=IntentLimits(**{field: found[one.name] for field, one in fields_of(IntentLimits)}),
+        model_name=name,
     )

@@ -1,33 +1,71 @@
-"""Wishes about the cache over HTTP: `hiradix.intents.http` behind the admin key.
+"""Wishes about the cache over HTTP: `hiradix.intents.http` behind the admin key, or a tenant's for what is his.
 
-Text and messages of a selector become tokens here, beside the event loop; a session's name becomes the engine's.
-The rest is checked where it is carried out, by each rank.
+Text and messages of a selector become tokens here, beside the event loop; a session's name becomes the engine's,
+and a tenant's namespaces are put in. The rest is checked where it is carried out, by each rank.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from fastapi import APIRouter, Request
+from pydantic import ValidationError
 from starlette.responses import JSONResponse, Response
 
 from hiradix.apps.server import audit
 from hiradix.apps.server.answering import Answering
+from hiradix.apps.server.auth import caller_of
 from hiradix.apps.server.errors import ApiError
 from hiradix.apps.server.intake import received
+from hiradix.apps.server.json_text import parse
+from hiradix.apps.server.messages import Messages, plain_messages
+from hiradix.apps.server.schema import TENANT_SALT, Owner, StrictBody, first_error, namespace_of
 from hiradix.apps.server.service import Service
 from hiradix.intents.http import INTENTS, PREFIX, TENANTS, IntentApi, IntentBody
 from hiradix.intents.records import OPERATOR
 from hiradix.policy.admission_controller import session_name
+from hiradix.tree import RadixKey
 
 MAX_BODY_BYTES: Final = 16 << 20  # a prefix of a million tokens
+SPACED: Final = ("tokens", "text", "messages", "session")  # selectors within a namespace
+
+
+class SelectorMessages(StrictBody):
+    """`messages` of a selector, as a chat has them."""
+
+    messages: Messages
+
+
+class SelectorBody(StrictBody):
+    """Whose pages: one of the first six."""
+
+    tokens: list[int] | None = None
+    text: str | None = None
+    messages: Messages | None = None
+    session: str | None = None
+    tenant: str | None = None
+    everything: Literal[True] | None = None
+    extra_key: str | None = None
+    cache_salt: str | None = None
+
+
+class WishBody(StrictBody):
+    """A wish about the cache, for the schema of the endpoints; `hiradix.intents.http` reads it."""
+
+    verb: Literal["locate", "hold", "forget", "bring"] | None = None
+    selector: SelectorBody
+    tiers: list[Literal["device", "host", "storage"]] | None = None
+    ttl_s: float | None = None
+    wait_s: float | None = None
+    max_bytes: int | None = None
+    target: str | None = None
+    is_whole: bool = False
+    is_move: bool = False
 
 
 class IntentEndpoints:
-    """Paths and bodies are those of `hiradix.intents.http`; who asks is the operator."""
+    """Paths and bodies are those of `hiradix.intents.http`; who asks is the operator, or the key's tenant."""
 
     def __init__(self, service: Service, answering: Answering):
         self._service = service
@@ -42,36 +80,42 @@ class IntentEndpoints:
         body: IntentBody = ""
         if not IntentApi.has(path):
             raise ApiError(f"{request.method} {path}: Not Found", status=404)
+        owner = Owner(caller_of(request.scope).tenant)
         if request.method == "POST":
-            body = await self._body(request)
-        answer = await self._service.answer_intent(request.method, path, body, OPERATOR)
+            body = await self._body(request, owner)
+        answer = await self._service.answer_intent(request.method, path, body, _asked_by(owner))
         if request.method != "GET":
             said = answer.body.get("state") or answer.body.get("message", "")
             audit.act(request.scope, f"{request.method} {path}", audit.plain(f"{answer.status} {said}"))
         return JSONResponse(dict(answer.body), answer.status)
 
-    async def _body(self, request: Request) -> IntentBody:
-        """The body with tokens in place of text, and the engine's name of a session in place of the client's.
-        What is no object stays as it came, to be refused as what it is."""
+    async def _body(self, request: Request, owner: Owner) -> IntentBody:
+        """The body with tokens in place of text, the engine's name of a session in place of the client's, and a
+        tenant's own namespaces."""
         with self._answering.intake.body() as share:
             data = await received(request, MAX_BODY_BYTES, share)
             body = await share.work(partial(_object, data), len(data))
-            if body is None:
-                return data.decode(errors="replace")
+            if isinstance(body, str):
+                return body
             selector = body.get("selector")
             if isinstance(selector, dict):
-                await self._as_the_engine_has_it(selector)
+                await self._prepare(selector, owner)
             return body
 
-    async def _as_the_engine_has_it(self, selector: dict[str, Any]) -> None:
+    async def _prepare(self, selector: dict[str, Any], owner: Owner) -> None:
         for field in ("text", "messages"):
             if selector.get(field) is not None and selector.get("tokens") is None:
                 selector["tokens"] = await self._tokens(field, selector.pop(field))
+        if owner.tenant is not None and any(selector.get(kind) is not None for kind in SPACED):
+            given = [selector.get(name) for name in ("extra_key", "cache_salt")]
+            for name, value in zip(("extra_key", "cache_salt"), given, strict=True):
+                if value is not None and not isinstance(value, str):
+                    raise ApiError(f"selector.{name}: expected a text", param=f"selector.{name}")
+            selector["extra_key"], selector["cache_salt"] = namespace_of(owner, *given)
         session = selector.get("session")
         if isinstance(session, str) and session:
-            selector["session"] = session_name(
-                str(selector.get("cache_salt") or ""), session, selector.get("extra_key")
-            )
+            salt, adapter = selector.get("cache_salt"), selector.get("extra_key")
+            selector["session"] = session_name(str(salt or ""), session, adapter)
 
     async def _tokens(self, field: str, given: Any) -> list[int]:
         where = f"selector.{field}"
@@ -79,16 +123,28 @@ class IntentEndpoints:
             if not isinstance(given, str):
                 raise ApiError(f"{where}: expected a text", param=where)
             return list(await self._answering.token_ids(given, where, None))
-        if not isinstance(given, list) or not all(isinstance(message, Mapping) for message in given):
-            raise ApiError(f"{where}: expected a list of messages", param=where)
-        conversation = self._answering.conversation([dict(message) for message in given])
+        try:
+            messages = SelectorMessages.model_validate({"messages": given}).messages
+            conversation = self._answering.conversation(plain_messages(messages))
+        except ValidationError as error:
+            name, message = first_error(error)
+            raise ApiError(f"selector.{message}", param=f"selector.{name}") from error
+        except ApiError as error:
+            raise ApiError(f"selector.{error.message}", param=f"selector.{error.param}") from error
         return list(await self._answering.token_ids(conversation, where, None))
 
 
-def _object(data: bytes) -> dict[str, Any] | None:
-    """The object that is in a body, None where there is none."""
+def _object(data: bytes) -> dict[str, Any] | str:
+    """The object that is in a body; of another, a short one that is refused for the same reason."""
     try:
-        body = json.loads(data)
+        body = parse(data)
     except (ValueError, RecursionError):
-        return None
-    return body if isinstance(body, dict) else None
+        return "?"
+    return body if isinstance(body, dict) else "[]"
+
+
+def _asked_by(owner: Owner) -> str:
+    """Who asks, as the cache names tenants."""
+    if owner.tenant is None:
+        return OPERATOR
+    return RadixKey([], cache_salt=TENANT_SALT + owner.tenant).space.tenant

@@ -18,6 +18,7 @@ from hiradix.apps.server.errors import ApiError
 from hiradix.apps.server.render import Json
 from hiradix.apps.server.schema import StrictBody
 from hiradix.apps.server.tools import calls_rules
+from hiradix.apps.server.wishes import FRONT, CacheMark, ttl_of
 
 MAX_TOOLS = 512
 OTHER_PARTS = (
@@ -141,7 +142,7 @@ def plain_messages(messages: Sequence[MessageBody]) -> list[Json]:
 
 
 class RenderedBody(StrictBody):
-    """How the chat template renders a conversation."""
+    """The fields by which the chat template renders a conversation."""
 
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -151,13 +152,45 @@ class RenderedBody(StrictBody):
     def conversation(
         self, answering: Answering, messages: Sequence[Json], tools: Sequence[Json]
     ) -> ChatPrompt:
-        """What it renders. ApiError."""
+        """The conversation to render. ApiError."""
         continues = bool(self.continue_final_message)
         opens = not continues if self.add_generation_prompt is None else self.add_generation_prompt
+        return self._part(answering, messages, tools, opens_answer=opens, continues_last=continues)
+
+    def beginning(self, answering: Answering, messages: Sequence[Json], tools: Sequence[Json]) -> ChatPrompt:
+        """A part of the conversation up to some message, with no answer opened behind it. ApiError."""
+        return self._part(answering, messages, tools, opens_answer=False)
+
+    def _part(
+        self, answering: Answering, messages: Sequence[Json], tools: Sequence[Json], **more: bool
+    ) -> ChatPrompt:
+        given = self.chat_template_kwargs or {}
+        special = bool(self.add_special_tokens)
         return answering.conversation(
-            messages, tools, template_kwargs=self.chat_template_kwargs or {}, opens_answer=opens,
-            continues_last=continues, add_special_tokens=bool(self.add_special_tokens),
-        )  # fmt: skip
+            messages, tools, template_kwargs=given, add_special_tokens=special, **more
+        )
+
+
+def marks_of(messages: Sequence[MessageBody]) -> list[CacheMark]:
+    """The `cache_control` marks of messages' parts, in their order."""
+    found: list[CacheMark] = []
+    is_front, last = True, len(messages) - 1
+    for number, message in enumerate(messages):
+        is_front = is_front and message.role in ("system", "developer")
+        parts = message.content if isinstance(message.content, list) else []
+        for place, part in enumerate(parts):
+            if part.cache_control is not None:
+                is_end = number == last and place == len(parts) - 1
+                at = None if is_end else FRONT if is_front else (number, place)
+                found.append(CacheMark(ttl_of(part.cache_control), at))
+    return found
+
+
+def cut_at(messages: Sequence[MessageBody], number: int, place: int) -> list[Json]:
+    """Messages up to a part of one of them, as the chat template takes them. ApiError."""
+    content = messages[number].content
+    parts = content[: place + 1] if isinstance(content, list) else content
+    return plain_messages([*messages[:number], messages[number].model_copy(update={"content": parts})])
 
 
 FunctionName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:-]+$")]

@@ -10,6 +10,7 @@ from typing import Any
 from hiradix.apps.engine.api import Output, TokenLogprob, Usage
 from hiradix.apps.server.api_request import Piece, WholeAnswer
 from hiradix.apps.server.errors import ApiError
+from hiradix.apps.server.wishes import told
 
 TokenText = Callable[[int], str]
 Json = dict[str, Any]
@@ -24,6 +25,7 @@ def usage_json(usage: Usage) -> Json:
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         "cached_tokens_details": tiers_json(usage),
+        **told(usage.wishes),
     }
 
 

@@ -10,10 +10,11 @@ from pydantic import Field
 
 from hiradix.apps.engine import grammar as forms
 from hiradix.apps.engine.api import RequestError, SamplingParams, Scope
-from hiradix.apps.server.api_request import AnswerForm
+from hiradix.apps.server.api_request import AnswerForm, AskedWish
 from hiradix.apps.server.errors import ApiError
 from hiradix.apps.server.generation import api_error
 from hiradix.apps.server.schema import NOBODYS, AddressedBody, Name, Owner, StopText, StrictBody
+from hiradix.apps.server.wishes import Wished, of_field, of_prompt_cache, session_of_key
 
 MAX_TOKENS = 1 << 31
 MakeGrammar = Callable[[], str]
@@ -114,6 +115,9 @@ class GenerationBody(AddressedBody):
     session_id: Name | None = None
     end_of_session: bool = False
     keep_alive: bool = False
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    hiradix: Wished = None
 
     def sampling(self, limit: int | None, logprobs: int | None, **more: Any) -> SamplingParams:
         """The engine's parameters; temperature and top_p default to 1 as in the OpenAI API. ApiError."""
@@ -154,11 +158,19 @@ class GenerationBody(AddressedBody):
         return tuple((int(key), bias) for key, bias in given.items() if bias)
 
     def scope(self, owner: Owner = NOBODYS, session: str = "") -> Scope:
-        """Whose cache the request may share, and of which session it is: `session`, if the body says nothing."""
+        """Whose cache the request may share, and of which session it is: `session`, if the body says nothing,
+        else by `prompt_cache_key`."""
         if self.end_of_session and self.keep_alive:
             raise ApiError("end_of_session: excludes keep_alive", param="end_of_session")
         hint = "end_of_session" if self.end_of_session else "keep_alive" if self.keep_alive else None
-        return Scope(*self.namespace(owner), self.priority, hint, self.session_id or session)
+        session = self.session_id or session or session_of_key(self.prompt_cache_key)
+        return Scope(*self.namespace(owner), self.priority, hint, session)
+
+    def wishes(self, session: str) -> list[AskedWish]:
+        """What it asks of the cache; `session`: what the header names. ApiError."""
+        is_named = bool(self.session_id or session)
+        of_openai = of_prompt_cache(self.prompt_cache_key, self.prompt_cache_retention, is_named)
+        return [*of_openai, *of_field(self.hiradix)]
 
     @property
     def own_id(self) -> str | None:

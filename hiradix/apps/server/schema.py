@@ -61,19 +61,22 @@ class AddressedBody(StrictBody):
     extra_key: Name | None = None
 
     def namespace(self, owner: Owner) -> tuple[str | None, str | None]:
-        """extra_key and cache_salt for the engine. A tenant's requests have his salt, and a salt of their
-        own is a part of extra_key then: quotas are by tenant. Raises ApiError."""
-        salt = self.cache_salt
-        if self.extra_key is not None and self.extra_key.startswith(ADAPTER):
-            raise ApiError("extra_key: must not name an adapter's pages", param="extra_key")
-        if salt is not None and salt.startswith(TENANT_SALT):
-            raise ApiError(f"cache_salt: must not begin with {TENANT_SALT!r}", param="cache_salt")
-        if owner.tenant is None:
-            if owner.needs_salt and not salt:
-                raise ApiError("cache_salt: this server asks for one of each request", param="cache_salt")
-            return self.extra_key, salt
-        extra_key = json.dumps([self.extra_key, salt]) if salt else self.extra_key
-        return extra_key, TENANT_SALT + owner.tenant
+        """extra_key and cache_salt for the engine. ApiError."""
+        return namespace_of(owner, self.extra_key, self.cache_salt)
+
+
+def namespace_of(owner: Owner, extra_key: str | None, salt: str | None) -> tuple[str | None, str | None]:
+    """extra_key and cache_salt for the engine, of what a client says. A tenant's requests have his salt, and a
+    salt of their own is a part of extra_key then: quotas are by tenant. Raises ApiError."""
+    if extra_key is not None and extra_key.startswith(ADAPTER):
+        raise ApiError("extra_key: must not name an adapter's pages", param="extra_key")
+    if salt is not None and salt.startswith(TENANT_SALT):
+        raise ApiError(f"cache_salt: must not begin with {TENANT_SALT!r}", param="cache_salt")
+    if owner.tenant is None:
+        if owner.needs_salt and not salt:
+            raise ApiError("cache_salt: this server asks for one of each request", param="cache_salt")
+        return extra_key, salt
+    return json.dumps([extra_key, salt]) if salt else extra_key, TENANT_SALT + owner.tenant
 
 
 SESSION_HEADER = "x-session-id"

@@ -27,7 +27,8 @@ SPOILT: Final = "a copy of what it held failed"
 
 
 class Lease(IntentJob):
-    """One hold. locks: what it keeps, since it is in force. tier: where. ends_s: when it ends then."""
+    """One hold. locks: what it keeps, since it is in force. tier: where. renewed: its place among holds, by when
+    they were asked for last."""
 
     def __init__(
         self, number: int, intent: Intent, planner: Planner, limits: IntentLimits, book: LeaseBook,
@@ -36,6 +37,7 @@ class Lease(IntentJob):
         super().__init__(number, intent, planner, limits)
         self.tier = TIERS_BY_NAME[intent.tiers[0]]
         self.locks: list[Lock] = []
+        self.renewed = 0
         self._book = book
         self._sessions = sessions
         self._arrivals: list[Arrival] = []
@@ -100,17 +102,22 @@ class Lease(IntentJob):
             self.clipped = self.clipped or f"a lease is {self._limits.max_ttl_s:g} s at most"
 
     def renew(self, intent: Intent) -> None:
-        """The same owner wishes the same again: from now on it is held so."""
+        """The same owner wishes the same again, or what continues it: from now on it is held so."""
         before, self.intent = self.intent, intent
-        if not self.is_held and before.max_bytes == intent.max_bytes:
+        is_longer = self._num_pages(intent) != self._num_pages(before)
+        if not (self.is_held or is_longer) and before.max_bytes == intent.max_bytes:
             return
-        if self.is_held and not self.clipped and self._book.fits(self):
+        if self.is_held and not (self.clipped or is_longer) and self._book.fits(self):
             self.deadline_s = self._planner.clock() + min(intent.ttl_s, self._limits.max_ttl_s)
             return
         for arrival in self._arrivals:
             arrival.stop()
         self.deadline_s = self._planner.clock() + min(intent.wait_s, self._limits.max_wait_s)
         self.begin()  # what it holds stays held until there is more
+
+    def _num_pages(self, intent: Intent) -> int:
+        key = intent.selector.key
+        return 0 if key is None else key.num_pages(self._planner.tree.page_size)
 
     def nodes(self) -> Iterator[Node]:
         return (lock.node for lock in self.locks)

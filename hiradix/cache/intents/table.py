@@ -22,6 +22,8 @@ from hiradix.cache.intents.removals import Removal
 from hiradix.cache.intents.sessions import Sessions
 from hiradix.errors import Misuse
 from hiradix.intents import (
+    ANY_SESSION,
+    COMMON,
     OPERATOR,
     BadIntent,
     Intent,
@@ -37,6 +39,7 @@ from hiradix.intents.limits import IntentLimits
 from hiradix.tree import BACKBONE, DEVICE, HOST, Node, RadixKey
 
 MAX_WARMED: Final = 64  # wishes that have ended and whose pages' uses are counted
+MOST_OF_SERIES: Final = 4  # leases of one session that do not continue each other
 MAX_RECEIPT_TOKENS: Final = 1 << 22  # of prefixes that wishes which have ended named; one may have more
 
 
@@ -58,7 +61,7 @@ class Intents:
         self._jobs: OrderedDict[int, IntentJob] = OrderedDict()  # open and ended, oldest first
         self._open: dict[int, IntentJob] = {}
         self._renewals: list[tuple[Lease, Intent]] = []
-        self._last_id = 0
+        self._last_id = self._num_holds = 0
         self._ended: dict[tuple[str, str], int] = {}
         self._forgotten: dict[str, int] = {}
         self._saved_tokens = 0
@@ -75,10 +78,13 @@ class Intents:
             refusal = self._refusal(intent, is_new=False)
             if not refusal:
                 self._renewals.append((again, intent))
+                self._note_turn(again)
                 return again.receipt()
         else:
             refusal = self._refusal(intent)
         self._last_id += 1
+        if not refusal and intent.verb is Verb.HOLD:
+            self._make_room_in_series(intent)
         job = self._make(self._last_id, intent)
         self._jobs[job.id] = job
         self._open[job.id] = job
@@ -112,6 +118,14 @@ class Intents:
             for job in self._jobs.values()
             if asked_by is None or job.intent.asked_by == asked_by
         ]
+
+    def end_series(self, asked_by: str, series: str) -> int:
+        """End the leases of one session, which goes on no more; how many. O(leases)."""
+        ended = [lease for lease in self.book.leases.values() if _is_of_series(lease, asked_by, series)]
+        for lease in ended:
+            lease.end(IntentState.CANCELLED, "its session has ended")
+            self._close(lease)
+        return len(ended)
 
     def name_session(self, session: str, node: Node) -> None:
         """A session's prompt ends at `node`."""
@@ -238,6 +252,8 @@ class Intents:
         if intent.verb is Verb.BRING:
             if "host" not in planner.tiers:
                 return "this cache has no host tier"
+            if intent.asked_by != OPERATOR and intent.target not in (*TIERS_BY_NAME, "storage"):
+                return "target: host or storage; other stores are the operator's"
             if intent.target not in (*TIERS_BY_NAME, "storage", *self._other_stores()):
                 known = ", ".join(self._other_stores()) or "none"
                 return f"target: no store {intent.target!r} is open; others than the cache's own: {known}"
@@ -251,25 +267,50 @@ class Intents:
         return ""
 
     def _is_anothers(self, intent: Intent) -> bool:
-        selector, asked_by = intent.selector, intent.asked_by
-        if asked_by == OPERATOR:
+        selector = intent.selector
+        if intent.asked_by == OPERATOR:
             return False
-        if selector.kind is SelectorKind.EVERYTHING or selector.tenant != asked_by:
+        own = "" if intent.asked_by == COMMON else intent.asked_by
+        if selector.kind is SelectorKind.EVERYTHING or selector.tenant != own:
             return True
         ends = self.sessions.ends(selector.name) if selector.kind is SelectorKind.SESSION else []
-        return any(end.space.tenant != asked_by for end in ends)
+        return any(end.space.tenant != own for end in ends)
 
     def _same_lease(self, intent: Intent) -> Lease | None:
-        """The open lease that a hold goes on with: of the same owner, tier, and prefix or session."""
+        """The open lease that a hold goes on with: of the same owner, tier, and prefix or session; in a series
+        the longest that it continues."""
         if intent.verb is not Verb.HOLD:
             return None
         size = self.planner.tree.page_size
+        if intent.series:
+            own = self._of_series(intent.asked_by, intent.series)
+            continued = [lease for lease in own if _continues(intent, lease.intent, size)]
+            return max(continued, key=lambda lease: len(lease.intent.selector.key or ()), default=None)
         for lease in self.book.leases.values():
-            own = lease.intent
-            if own.asked_by == intent.asked_by and own.tiers == intent.tiers and lease.is_open:
-                if _is_same(own.selector, intent.selector, size):
+            held = lease.intent
+            if held.asked_by == intent.asked_by and held.tiers == intent.tiers and lease.is_open:
+                if _is_same(held.selector, intent.selector, size):
                     return lease
         return None
+
+    def _of_series(self, asked_by: str, series: str) -> list[Lease]:
+        """Open leases of a series, the one renewed longest ago first."""
+        own = [
+            one for one in self.book.leases.values() if _is_of_series(one, asked_by, series) and one.is_open
+        ]
+        return sorted(own, key=lambda lease: lease.renewed)
+
+    def _make_room_in_series(self, intent: Intent) -> None:
+        """A session's further lease takes the place of the one that it renewed longest ago."""
+        if intent.series in ("", ANY_SESSION):
+            return
+        for lease in self._of_series(intent.asked_by, intent.series)[: 1 - MOST_OF_SERIES]:
+            lease.end(IntentState.CANCELLED, f"its session holds {MOST_OF_SERIES} others since")
+            self._close(lease)
+
+    def _note_turn(self, lease: Lease) -> None:
+        self._num_holds += 1
+        lease.renewed = self._num_holds
 
     def _make(self, number: int, intent: Intent) -> IntentJob:
         planner, limits, sessions = self.planner, self.limits, self.sessions
@@ -280,6 +321,7 @@ class Intents:
         if intent.verb is Verb.HOLD:
             lease = Lease(number, intent, planner, limits, self.book, sessions)
             self.book.leases[number] = lease
+            self._note_turn(lease)
             return lease
         if intent.target == "host":
             return Warming(number, intent, planner, limits, sessions)
@@ -385,6 +427,21 @@ class Intents:
 def _num_tokens(job: IntentJob) -> int:
     key = job.intent.selector.key
     return 0 if key is None else len(key)
+
+
+def _is_of_series(lease: Lease, asked_by: str, series: str) -> bool:
+    return (lease.intent.asked_by, lease.intent.series) == (asked_by, series)
+
+
+def _continues(intent: Intent, before: Intent, page_size: int) -> bool:
+    """Whether a hold of a series begins with all whole pages of another, and is like it else."""
+    key, known = intent.selector.key, before.selector.key
+    if key is None or known is None or (intent.tiers, intent.ttl_s) != (before.tiers, before.ttl_s):
+        return False
+    count = known.num_pages(page_size)
+    if not count or key.num_pages(page_size) < count:
+        return False
+    return _has_same_pages(key[: count * page_size], known, page_size)
 
 
 def _is_same(one: Selector, other: Selector, page_size: int) -> bool:

@@ -1,6 +1,6 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's API over the same request.
 
-`cache_control` marks are checked and counted. A prompt is cached whole here, whatever they say.
+A prompt is cached whole here, whatever its `cache_control` marks say; what is before them is held besides.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hiradix.apps.engine.api import (
     Usage,
 )
 from hiradix.apps.server.answering import Answering, AnswerJob, new_id
-from hiradix.apps.server.api_request import ApiRequest, Piece, WholeAnswer
+from hiradix.apps.server.api_request import ApiRequest, AskedWish, Piece, WholeAnswer
 from hiradix.apps.server.errors import ApiError
 from hiradix.apps.server.fields import MESSAGES
 from hiradix.apps.server.generation import api_error
@@ -45,6 +45,7 @@ from hiradix.apps.server.render import Json, Renderer, event, tiers_json
 from hiradix.apps.server.schema import AddressedBody, Name, Owner, StopText, StrictBody, session_of
 from hiradix.apps.server.service import Generation
 from hiradix.apps.server.tools import TextDelta
+from hiradix.apps.server.wishes import FRONT, TTL_S, CacheMark, Wished, of_field, of_marks, told
 
 MOST_MARKS = 4  # of cache_control, as Anthropic has it
 
@@ -54,6 +55,11 @@ class CacheControl(StrictBody):
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
+
+    @property
+    def ttl_s(self) -> float:
+        """Seconds."""
+        return TTL_S[self.ttl or "5m"]
 
 
 class TextBlock(StrictBody):
@@ -117,15 +123,19 @@ class AnthropicMessage(StrictBody):
             found.append({"role": self.role, "content": "".join(texts), **more})
         return found
 
-    @property
-    def marks(self) -> int:
-        """The number of its `cache_control`."""
-        if isinstance(self.content, str):
-            return 0
-        own: list[Any] = list(self.content)
-        for block in self.content:
-            own += block.content if isinstance(block.content, list) else ()
-        return sum(one.cache_control is not None for one in own)
+    def marks(self) -> list[tuple[int, CacheControl]]:
+        """Its `cache_control`, in order, each with the number of its block."""
+        found = []
+        for place, block in enumerate([] if isinstance(self.content, str) else self.content):
+            inner = block.content if isinstance(block.content, list) else ()
+            controls = [*(part.cache_control for part in inner), block.cache_control]
+            found += [(place, control) for control in controls if control is not None]
+        return found
+
+    def upto(self, place: int) -> AnthropicMessage:
+        """The message as far as a block of it."""
+        content = self.content if isinstance(self.content, str) else self.content[: place + 1]
+        return self.model_copy(update={"content": content})
 
 
 class AnthropicTool(StrictBody):
@@ -166,16 +176,44 @@ class CountBody(AddressedBody):
     def conversation(self, answering: Answering) -> ChatPrompt:
         """The conversation to make tokens of; an assistant's message at the end is continued. ApiError."""
         if self.num_marks > MOST_MARKS:
-            told = f"cache_control: {self.num_marks} marks, at most {MOST_MARKS} are taken"
-            raise ApiError(told, param="cache_control")
-        text = joined_text(self.system or "")
-        plain: list[Json] = [{"role": "system", "content": text}] if text else []
-        for number, message in enumerate(self.messages):
-            plain += message.plain(f"messages.{number}")
+            why = f"cache_control: {self.num_marks} marks, at most {MOST_MARKS} are taken"
+            raise ApiError(why, param="cache_control")
+        plain = self.plain_messages(self.messages)
         continues = plain[-1]["role"] == "assistant" and not plain[-1].get("tool_calls")
         return answering.conversation(
             plain, self.plain_tools, opens_answer=not continues, continues_last=continues
         )
+
+    def plain_messages(self, messages: Sequence[AnthropicMessage]) -> list[Json]:
+        """The system's text and these messages, as templates take them. ApiError."""
+        text = joined_text(self.system or "")
+        plain: list[Json] = [{"role": "system", "content": text}] if text else []
+        for number, message in enumerate(messages):
+            plain += message.plain(f"messages.{number}")
+        return plain
+
+    def marks(self) -> list[CacheMark]:
+        """Its `cache_control` in the prompt's order. Tools and system are one place: a template decides which is
+        first."""
+        system = self.system if isinstance(self.system, list) else []
+        front: list[AnthropicTool | TextBlock] = [*(self.tools or ()), *system]
+        found = [CacheMark(one.cache_control.ttl_s, FRONT) for one in front if one.cache_control is not None]
+        last = len(self.messages) - 1
+        for number, message in enumerate(self.messages):
+            for place, control in message.marks():
+                is_end = number == last and place == len(message.content) - 1
+                found.append(CacheMark(control.ttl_s, None if is_end else (number, place)))
+        if self.cache_control is not None:
+            found.append(CacheMark(self.cache_control.ttl_s))
+        return found
+
+    def _cut(self, number: int, place: int) -> list[Json]:
+        return self.plain_messages([*self.messages[:number], self.messages[number].upto(place)])
+
+    def marked(self, answering: Answering) -> list[AskedWish]:
+        """What its marks wish. ApiError."""
+        make = partial(answering.conversation, tools=self.plain_tools, opens_answer=False)
+        return of_marks(self.marks(), self.plain_messages(self.messages), self._cut, make)
 
     @property
     def plain_tools(self) -> list[Json]:
@@ -185,9 +223,7 @@ class CountBody(AddressedBody):
     @property
     def num_marks(self) -> int:
         """The number of `cache_control` in all of the body."""
-        system = self.system if isinstance(self.system, list) else []
-        own: list[Any] = [*system, *(self.tools or ()), self]
-        return sum(one.cache_control is not None for one in own) + sum(one.marks for one in self.messages)
+        return len(self.marks())
 
 
 class MessagesBody(CountBody):
@@ -201,6 +237,7 @@ class MessagesBody(CountBody):
     stream: bool | None = None
     session_id: Name | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    hiradix: Wished = None
 
     def asked(self, answering: Answering, owner: Owner, session: str) -> ApiRequest:
         """The request. ApiError."""
@@ -231,6 +268,7 @@ class MessagesBody(CountBody):
             scope=Scope(*self.namespace(owner), self.priority, None, self.session_id or session),
             tools=use,
             form=form,
+            wishes=[*self.marked(answering), *of_field(self.hiradix)],
             is_streamed=bool(self.stream),
         )
 
@@ -331,6 +369,7 @@ class AnthropicRenderer(Renderer):
             "cache_read_input_tokens": usage.cached_tokens,
             "output_tokens": usage.completion_tokens,
             "cached_tokens_details": tiers_json(usage),
+            **told(usage.wishes),
         }
 
 

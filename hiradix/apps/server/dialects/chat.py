@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -17,6 +18,8 @@ from hiradix.apps.server.messages import (
     RenderedBody,
     Tools,
     answer_form,
+    cut_at,
+    marks_of,
     plain_messages,
     tool_use,
 )
@@ -33,6 +36,7 @@ from hiradix.apps.server.sampling import GenerationBody
 from hiradix.apps.server.schema import Owner
 from hiradix.apps.server.service import Generation
 from hiradix.apps.server.tools import TextDelta
+from hiradix.apps.server.wishes import of_marks
 
 KIND, CHUNK = "chat.completion", "chat.completion.chunk"
 
@@ -71,9 +75,13 @@ class ChatBody(GenerationBody, RenderedBody):
         tools = [tool.plain() for tool in self.tools or ()]
         use, forced = tool_use(answering, tools, self.tool_choice, self.parallel_tool_calls)
         use, form = answer_form(answering, use, forced, self.form(), self.json_schema_of_answer())
-        conversation = self.conversation(answering, plain_messages(self.messages), tools)
+        messages = plain_messages(self.messages)
+        marked = of_marks(
+            marks_of(self.messages), messages, partial(cut_at, self.messages),
+            partial(self.beginning, answering, tools=tools),
+        )  # fmt: skip
         return ApiRequest(
-            prompts=[conversation],
+            prompts=[self.conversation(answering, messages, tools)],
             field="messages",
             params=self.sampling(limit, logprobs, **({} if use is None else use.sampling)),
             limit=limit,
@@ -81,6 +89,7 @@ class ChatBody(GenerationBody, RenderedBody):
             num_answers=self.n or 1,
             tools=use,
             form=form,
+            wishes=[*marked, *self.wishes(session)],
             rid=self.own_id,
             is_streamed=bool(self.stream),
         )

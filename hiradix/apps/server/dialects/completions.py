@@ -68,6 +68,7 @@ class CompletionBody(GenerationBody):
             scope=self.scope(owner, session),
             num_answers=self.n or 1,
             form=self.form(),
+            wishes=self.wishes(session),
             add_special_tokens=self.add_special_tokens is not False,
             rid=self.own_id,
             is_streamed=bool(self.stream),

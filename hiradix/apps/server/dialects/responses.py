@@ -42,6 +42,7 @@ from hiradix.apps.server.sampling import JsonSchemaForm, ResponseFormat
 from hiradix.apps.server.schema import AddressedBody, Name, Owner, StrictBody, session_of
 from hiradix.apps.server.service import Generation
 from hiradix.apps.server.tools import TextDelta
+from hiradix.apps.server.wishes import Wished, of_field, of_prompt_cache, session_of_key, told
 
 
 class ContentPart(StrictBody):
@@ -131,6 +132,9 @@ class ResponsesBody(AddressedBody):
     stream_options: dict[str, Literal[False]] | None = None
     session_id: Name | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    hiradix: Wished = None
 
     def messages(self) -> list[Json]:
         """The messages in the form of chat templates: calls belong to the assistant's message before them.
@@ -165,7 +169,9 @@ class ResponsesBody(AddressedBody):
             choice = NamedTool(type="function", function=NamedFunction(name=choice.name))
         use, forced = tool_use(answering, tools, choice, self.parallel_tool_calls)
         use, form = answer_form(answering, use, forced, *self._form())
-        limit = self.max_output_tokens
+        limit, named = self.max_output_tokens, self.session_id or session
+        wishes = of_prompt_cache(self.prompt_cache_key, self.prompt_cache_retention, bool(named))
+        named = named or session_of_key(self.prompt_cache_key)
         try:
             params = SamplingParams(
                 max_new_tokens=limit or 1,
@@ -180,9 +186,10 @@ class ResponsesBody(AddressedBody):
             field="input",
             params=params,
             limit=limit,
-            scope=Scope(*self.namespace(owner), self.priority, None, self.session_id or session),
+            scope=Scope(*self.namespace(owner), self.priority, None, named),
             tools=use,
             form=form,
+            wishes=[*wishes, *of_field(self.hiradix)],
             is_streamed=bool(self.stream),
         )
 
@@ -301,6 +308,7 @@ class ResponsesRenderer(Renderer):
                 "output_tokens": usage.completion_tokens,
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+                **told(usage.wishes),
             },
         }
 
