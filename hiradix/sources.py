@@ -160,13 +160,12 @@ class _Findings:
             self.problems.append(said + near)
             return
         bare = {one.removeprefix(PREFIX).lower(): one for one in names}
-        near = None
-        if len(self.problems) + len(self.notes) < _MAX_COMPARED:
-            near = nearest_name(name.removeprefix(PREFIX).lower(), bare, _NEARLY)
-        if near is None:
+        is_compared = len(self.problems) + len(self.notes) < _MAX_COMPARED
+        meant = nearest_name(name.removeprefix(PREFIX).lower(), bare if is_compared else (), _NEARLY)
+        if meant is None:
             self.notes.append(f"{said} that is read here")
         else:
-            self.problems.append(f"{said}; did you mean {bare[near]}?")
+            self.problems.append(f"{said}; did you mean {bare[meant]}?")
 
 
 def resolve(

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import transformers
 
-from hiradix.apps.engine import RequestError, chat_template
+from hiradix.apps.engine import RequestError, child_process
 from hiradix.apps.engine.api import ChatPrompt
 from hiradix.apps.engine.chat_template import ChatTemplate, TemplateError
 from hiradix.apps.engine.tokenizer import Tokenizer
@@ -155,9 +155,9 @@ def test_the_next_conversation_is_rendered_all_the_same() -> None:
 
 def test_a_process_that_was_killed_is_started_again() -> None:
     chat = ChatTemplate("ok", {})
-    assert chat.render(HELLO) == "ok" and chat._process is not None
-    os.kill(chat._process.pid, signal.SIGTERM)
-    chat._process.wait(60)
+    assert chat.render(HELLO) == "ok" and chat._child._process is not None
+    os.kill(chat._child._process.pid, signal.SIGTERM)
+    chat._child._process.wait(60)
     assert chat.render(HELLO) == "ok"
     chat.close()
 
@@ -165,10 +165,10 @@ def test_a_process_that_was_killed_is_started_again() -> None:
 def test_one_that_is_being_killed_costs_no_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has ended, and that cannot be seen yet."""
     chat = ChatTemplate("ok", {})
-    assert chat.render(HELLO) == "ok" and chat._process is not None
-    chat._process.kill()
-    chat._process.wait(60)
-    monkeypatch.setattr(chat._process, "poll", lambda: None)
+    assert chat.render(HELLO) == "ok" and chat._child._process is not None
+    chat._child._process.kill()
+    chat._child._process.wait(60)
+    monkeypatch.setattr(chat._child._process, "poll", lambda: None)
     assert chat.render(HELLO) == "ok"
     chat.close()
 
@@ -195,8 +195,8 @@ def test_a_long_conversation_passes() -> None:
 
 def test_no_process_outlives_its_template() -> None:
     chat = ChatTemplate("ok", {})
-    assert chat.render(HELLO) == "ok" and chat._process is not None
-    process = chat._process
+    assert chat.render(HELLO) == "ok" and chat._child._process is not None
+    process = chat._child._process
     del chat
     gc.collect()
     assert process.returncode is not None
@@ -256,10 +256,10 @@ def test_a_conversation_that_was_interrupted_leaves_no_text_to_the_next(
 
 @pytest.mark.parametrize("content", ["", "x" * 1_000_000], ids=["short", "more than a pipe holds"])
 def test_a_process_that_was_stopped_is_ended(content: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(child_process, "_PATIENCE_S", 0.1)
     chat = ChatTemplate("ok", {}, seconds=1)
-    assert chat.render(HELLO) == "ok" and chat._process is not None
-    os.kill(chat._process.pid, signal.SIGSTOP)
+    assert chat.render(HELLO) == "ok" and chat._child._process is not None
+    os.kill(chat._child._process.pid, signal.SIGSTOP)
     with pytest.raises(TemplateError, match="^ran for too long"):
         chat.render([{"content": content}])
     assert chat.render(HELLO) == "ok"
@@ -271,9 +271,9 @@ def test_processes_that_are_killed_leave_no_files_open() -> None:
     chat.render(HELLO)
     num_files = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        assert chat._process is not None
-        chat._process.kill()
-        chat._process.wait(60)
+        assert chat._child._process is not None
+        chat._child._process.kill()
+        chat._child._process.wait(60)
         assert chat.render(HELLO) == "ok"
     assert len(os.listdir("/proc/self/fd")) == num_files
     chat.close()
@@ -283,7 +283,7 @@ def test_a_process_that_is_killed_has_not_run_for_too_long() -> None:
     chat = ChatTemplate(LONG + END + END, {}, seconds=100)
 
     def kill() -> None:
-        while (process := chat._process) is None:
+        while (process := chat._child._process) is None:
             time.sleep(0.01)
         process.kill()
 
@@ -305,9 +305,9 @@ def test_its_process_has_no_keys_and_no_terminal(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("A_KEY", "sesam")
     chat = ChatTemplate("ok", {})
     chat.render(HELLO)
-    assert chat._process is not None
-    assert b"sesam" not in Path(f"/proc/{chat._process.pid}/environ").read_bytes()
-    assert os.getpgid(chat._process.pid) != os.getpgid(0)
+    assert chat._child._process is not None
+    assert b"sesam" not in Path(f"/proc/{chat._child._process.pid}/environ").read_bytes()
+    assert os.getpgid(chat._child._process.pid) != os.getpgid(0)
     chat.close()
 
 

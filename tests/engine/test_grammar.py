@@ -158,6 +158,24 @@ def test_a_grammar_that_takes_too_long_is_refused_before_it_runs(
     assert not grammars._known
 
 
+def test_one_that_would_take_minutes_is_ended_and_the_next_is_compiled(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forms, "MAX_COMPILE_S", 0.5)
+    grammars = make_engine(cache=PAGES).grammars
+    assert grammars is not None
+    with pytest.raises(
+        RequestError, match=r"^grammar: compiling it ran for too long: not done within 0\.5 s"
+    ):
+        grammars.check(forms.of_json_schema({"type": "integer", "multipleOf": 999983}))
+    grammars.check(forms.of_regex("(ab|c)+"))
+    assert len(grammars._known) == 1 and grammars._child is not None
+    special = forms.of_lark('start: "a" <[1]>')
+    assert grammars._child.ask(json.dumps({"grammar": special})) == {"error": ""}
+    with pytest.raises(RequestError, match="^grammar: in GBNF, longer than 16384 characters"):
+        forms.of_lark("root ::= " + " " * 17_000)
+
+
 def test_tool_markers_say_why_an_answer_ended(make_engine: MakeEngine) -> None:
     engine = make_engine(cache=PAGES)
     called = replace(WARM, grammar=forms.of_choice(["<call>x"]), tool_markers=("<call>",))

@@ -16,10 +16,13 @@ import numpy as np
 import torch
 
 from hiradix.apps.engine.api import RequestError
+from hiradix.apps.engine.child_process import ChildError, LimitedChild
 
 INSTALL_HINT = "needs pip install 'hiradix[structured]'"
 MAX_KEPT = 64
 MAX_CHARS = 1 << 20  # of one form's text
+MAX_GBNF_CHARS = 1 << 14  # which is translated first, in a time that grows with its square
+MEMORY_BYTES = 2 << 30  # of addresses, of the process that compiles first
 MAX_COMPILE_S = 5.0  # of the processor: the engine may have to do it again, and its other ranks do
 
 
@@ -71,11 +74,16 @@ class Grammars:
         self._vocabulary_lock = threading.Lock()
         self._vocabulary: Any = None
         self._known: OrderedDict[str, Any] = OrderedDict()
+        self._child: LimitedChild | None = None
 
     def check(self, grammar: str) -> None:
         """Compile it, for `matcher` to find. RequestError where it is none, or the library is not there, or it
-        takes more than MAX_COMPILE_S."""
+        takes more than MAX_COMPILE_S: first in a process that ends then, as nothing ends it in this one."""
         self._vocabulary_once()
+        with self._lock:
+            is_known = grammar in self._known
+        if not is_known:
+            self._try(grammar)
         start_s = time.thread_time()
         self.matcher(grammar)
         if time.thread_time() - start_s > MAX_COMPILE_S:
@@ -100,6 +108,23 @@ class Grammars:
         """The id of the special token that is written so, None where that is plain text."""
         found: int | None = self._tokenizer.convert_tokens_to_ids(text)
         return found if found is not None and found in self._tokenizer.all_special_ids else None
+
+    def _try(self, grammar: str) -> None:
+        with self._vocabulary_lock:
+            if self._child is None:
+                self._child = LimitedChild("grammar_child.py", self._for_child(), MAX_COMPILE_S)
+        try:
+            self._child.ask(json.dumps({"grammar": grammar}))
+        except ChildError as error:
+            raise RequestError(f"grammar: compiling it {error}") from error
+
+    def _for_child(self) -> dict[str, Any]:
+        size = max(self._vocab_size, len(self._tokenizer))
+        added = self._tokenizer.added_tokens_decoder.items()
+        special = {token: str(text) for token, text in added if token < size}
+        limits = {"seconds": MAX_COMPILE_S, "bytes": MEMORY_BYTES}
+        ends = [token for token in self._ends if token < size] or [size - 1]
+        return {"vocab_size": size, "special": special, "ends": ends, "limits": limits}
 
     def _compiled(self, grammar: str) -> Any:
         matcher = _library().LLMatcher(self._vocabulary_once(), grammar, log_level=0)
@@ -184,6 +209,8 @@ def of_lark(text: str) -> str:
     if "::=" in text:
         from llguidance.gbnf_to_lark import any_to_lark
 
+        if len(text) > MAX_GBNF_CHARS:
+            raise RequestError(f"grammar: in GBNF, longer than {MAX_GBNF_CHARS} characters")
         try:
             text = any_to_lark(text)
         except Exception as error:  # it raises what it likes

@@ -48,7 +48,7 @@ class TextPart(StrictBody):
     cache_control: dict[str, Any] | None = None
 
 
-def joined_text(content: str | Sequence[Any]) -> str:
+def joined_text(content: str | list[Any]) -> str:
     """A content as one text. content: the text, or parts that have one each."""
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
