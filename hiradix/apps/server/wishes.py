@@ -80,7 +80,7 @@ def of_marks(
 
 def _front(messages: Sequence[Json]) -> list[Json]:
     """The system's messages at the beginning, and a first one that begins with another character."""
-    head = []
+    head: list[Json] = []
     for message in messages:
         if message["role"] != "system":
             text = str(message.get("content") or "")
