@@ -47,7 +47,7 @@ _PREFIXES: Final = ("tokens", "text", "messages")
 _SELECTORS: Final = (*_PREFIXES, "session", "tenant", "everything")
 _NUMBERS: Final = ("ttl_s", "wait_s")
 _FLAGS: Final = ("is_whole", "is_move")
-_FIELDS: Final = ("verb", "selector", "tiers", *_NUMBERS, "max_bytes", "target", *_FLAGS)
+FIELDS: Final = ("verb", "selector", "tiers", *_NUMBERS, "max_bytes", "target", *_FLAGS)
 _TIERS: Final = {
     Verb.LOCATE: ("device", "host"),
     Verb.HOLD: ("host",),
@@ -177,8 +177,8 @@ def intent_of(
     """  # noqa: E501
     values = _object(body)
     for name in values:
-        if name not in _FIELDS:
-            raise BadIntent(f"{name:.64}", f"not known here; known: {', '.join(_FIELDS)}")
+        if name not in FIELDS:
+            raise BadIntent(f"{name:.64}", f"not known here; known: {', '.join(FIELDS)}")
     named = values.get("verb", verb)
     if verb is not None and named != verb:
         raise BadIntent("verb", f"the path says {verb}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from hiradix.apps.demo.process import ServerProcess
 from hiradix.cli import main
 from tests.e2e.tiny_model import write_tiny_model
 
+ROOT = Path(__file__).parents[2]
 PAGE = 16
 PROMPT = [5 + n % 90 for n in range(6 * PAGE + 3)]
 ADMIN = {"Authorization": "Bearer admin"}
@@ -129,6 +131,34 @@ def test_text_and_sessions_select_what_their_requests_have(server: ServerProcess
     assert [row["tenant"] for row in ctl("tenants")["tenants"]].count("salt:alice") == 1
     ctl("forget", "--tenant", "salt:alice", "--wait", str(DEADLINE_S))
     assert ctl("locate", "--text", text, "--cache-salt", "alice")["found"]["device"]["tokens"] == 0
+
+
+def test_each_operation_of_lmcaches_controller_is_done_by_the_command_that_the_page_names(
+    server: ServerProcess, ctl: Ctl
+) -> None:
+    page = (ROOT / "docs" / "lmcache.md").read_text(encoding="utf-8").partition("## Operations")[2]
+    rows = [
+        line.split("|")[1:3] for line in page.partition("\n## ")[0].splitlines() if line.startswith("| `")
+    ]
+    prompt = [11, *PROMPT]
+    ask(server, prompt)
+    answers, lease = {}, 0
+    for name, commands in rows:
+        for command in re.findall(r"`hiradix ctl ([^`]*)`", commands):
+            asked = command.replace("TOKENS", tokens(prompt)).replace("ID", str(lease)).split()
+            answers[name.strip()] = ctl(*asked)
+            if asked[0] == "hold":
+                lease = answers["`pin`"]["id"]
+    assert len(rows) == len(answers) == 10, "each operation has a command, and it succeeds"
+    where = answers["`lookup`"]["found"]
+    assert [where[tier]["tokens"] for tier in ("device", "host")] == [6 * PAGE] * 2
+    assert where["storage"]["is_known"]
+    states = {name: answer["state"] for name, answer in answers.items() if "state" in answer}
+    for name in ("`move`", "`move` with `copy`", "`compress`", "`decompress`", "`clear`"):
+        assert states[name] == "done", states
+    assert answers["`move` with `copy`"]["done"]["tokens"] == 6 * PAGE, "back from storage"
+    assert answers["`check_finish`"]["id"] == lease and answers["`clear`"]["by_tier"]["storage"]["pages"] == 6
+    assert cached(ask(server, prompt)) == 0, "cleared"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from hiradix.apps.server import flags, serve
 from hiradix.apps.server.api_docs import BODIES
 from hiradix.apps.server.flags import parse_serve_args
 from hiradix.cli import EXTRAS, USAGE
+from hiradix.intents import http as intents_http
 from tests.project.repo import ROOT
 from tests.server.scripted import ScriptedService, application
 
@@ -100,6 +102,13 @@ def test_the_endpoints_are_described() -> None:
     http = TestClient(application(ScriptedService()))
     schema = http.get("/openapi.json").json()
     assert set(BODIES) <= set(schema["paths"])
+    operations = [(path, one) for path, methods in schema["paths"].items() for one in methods.values()]
+    assert len({one["operationId"] for _, one in operations}) == len(operations)
+    for path, one in operations:
+        named = [known["name"] for known in one["parameters"] if known["in"] == "path"]
+        assert sorted(named) == sorted(re.findall(r"{(\w+)}", path)), path
+    wish = schema["components"]["schemas"]["IntentBody"]["properties"]
+    assert set(wish) == set(intents_http.FIELDS), "the schema has the fields that are read"
     chat = schema["components"]["schemas"]["ChatBody"]["properties"]
     assert {"messages", "tools", "response_format", "top_k"} <= set(chat)
     reply = http.get("/docs")

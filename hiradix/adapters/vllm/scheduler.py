@@ -20,6 +20,7 @@ from typing import Any
 
 from hiradix.adapters.vllm.explained import HostTierExplainer
 from hiradix.adapters.vllm.finished_requests import FinishedRequest, NextStepSaves, WriteBackSaves, learn
+from hiradix.adapters.vllm.kv_hints import answers_of_hints
 from hiradix.adapters.vllm.orders import Orders, Outcome, StorageSwitched
 from hiradix.adapters.vllm.requests import EngineRequest, Tracked, track
 from hiradix.adapters.vllm.scheduler_plan import (
@@ -251,17 +252,19 @@ class SchedulerRole:
         learn(self.index, tracked, known, ended)
 
     def take_wishes(self, request: Any) -> list[dict[str, Any]] | None:
-        """Submit the wishes that a request brought in its `kv_transfer_params`, about its prompt, and return
-        their answers; None if it brought none. Call when the request ends, before `finished`."""
+        """Submit the wishes that a request brought in its `kv_transfer_params` and `kv_hints`, about its prompt,
+        and return their answers; None if it brought none. Call when the request ends, before `finished`."""
         given = (getattr(request, "kv_transfer_params", None) or {}).get(WISHES)
-        if given is None:
+        hints = getattr(request, "kv_hints", None)
+        if given is None and hints is None:
             return None
         tracked = self.requests.get(request.request_id)
         if tracked is None:
             return [{"message": "nothing of this request is cached here", "field": WISHES}]
         num_pages = tracked.ended().prompt_tokens // self.index.page_size
         selector = Selector.prefix(tracked.key(num_pages, self.index.page_size))
-        return answers_of_request(given, selector, self.intents.submit)
+        answers = answers_of_request([] if given is None else given, selector, self.intents.submit)
+        return answers + answers_of_hints(hints, selector, self.intents.submit)
 
     def _give_up(self, tracked: Tracked) -> None:
         """Let go of prefetched pages: they are loaded from here on, or not wanted. What is still on its way

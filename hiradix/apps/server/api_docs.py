@@ -6,6 +6,7 @@ FastAPI's own page loads its scripts from elsewhere; this one is plain HTML and 
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from hiradix.apps.server.dialects.responses import ResponsesBody
 from hiradix.apps.server.dialects.tokens import DetokenizeBody, TokenizeBody
 from hiradix.apps.server.intents import WishBody
 from hiradix.apps.server.session import SessionBody
+from hiradix.intents import Verb
 
 Json = dict[str, Any]
 BODIES: Mapping[str, type[BaseModel]] = {
@@ -37,6 +39,12 @@ BODIES: Mapping[str, type[BaseModel]] = {
     "/hicache/prefix/{rest}": WishBody,
 }
 PUT_BODIES: Mapping[str, type[BaseModel]] = {"/hicache/storage-backend": AttachBody}
+PARAMETER = re.compile(r"{(\w+)}")
+PARAMETERS: Mapping[str, Json] = {
+    "/hicache/prefix/{rest}": {"type": "string", "enum": [verb.value for verb in Verb]},
+    "/hicache/intents/{rest}": {"type": "integer", "minimum": 0},
+}
+"""What a path's end is, where its handler reads it by itself."""
 _HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
 _STYLE = (
     "body{font:15px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em}code{background:#eee}"
@@ -58,6 +66,11 @@ def schema_of(app: FastAPI) -> Json:
     for path, methods in schema["paths"].items():
         for method, operation in methods.items():
             operation["operationId"] = f"{method} {path}"
+            known = operation.setdefault("parameters", [])
+            for name in PARAMETER.findall(path):
+                if name not in [one["name"] for one in known]:
+                    kind = PARAMETERS.get(path, {"type": "string"})
+                    known.append({"name": name, "in": "path", "required": True, "schema": kind})
     return schema
 
 

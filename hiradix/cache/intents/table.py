@@ -283,8 +283,8 @@ class Intents:
             return None
         size = self.planner.tree.page_size
         if intent.series:
-            own = self._of_series(intent.asked_by, intent.series)
-            continued = [lease for lease in own if _continues(intent, lease.intent, size)]
+            leases = self._of_series(intent.asked_by, intent.series)
+            continued = [lease for lease in leases if _continues(intent, lease.intent, size)]
             return max(continued, key=lambda lease: len(lease.intent.selector.key or ()), default=None)
         for lease in self.book.leases.values():
             held = lease.intent
