@@ -155,10 +155,11 @@ class Prefetcher:
                 self._withheld[handle] = (*withheld, 0.0)
             return False
         p = Prefetch(handle, key, asked, node.end, self._clock(), limit_s, node, had_end=node.end)
-        p.num_adopted, p.withheld = self._num_adopted(), withheld
+        p.withheld = withheld
         self._waiting.add(p)
         self.room.may_have_changed()
         if not asked:
+            p.num_adopted = self._num_adopted()
             p.phase, p.wants_hold = PrefetchPhase.DONE, True
             return False
         self._running.append(p)
@@ -456,12 +457,11 @@ class Prefetcher:
 
     def _same_pages(self, p: Prefetch, node: Node, num_pages: int) -> Prefetch | None:
         """A running prefetch that will bring the first `num_pages` of `p` behind `node`."""
-        size, end = self._tree.page_size, node.end + num_pages
-        rows = [p.key.row(page, size) for page in range(node.end, end)]
+        size, pages = self._tree.page_size, range(node.end, node.end + num_pages)
         for q in self._running:
             is_open = q.phase in (PrefetchPhase.QUERY, PrefetchPhase.READ) and not q.stopped
-            if is_open and q is not p and q.anchor is node and q.key.num_pages(size) >= end:
-                if rows == [q.key.row(page, size) for page in range(node.end, end)]:
+            if is_open and q is not p and q.anchor is node and q.key.num_pages(size) >= pages.stop:
+                if all(p.key.row(page, size) == q.key.row(page, size) for page in pages):
                     return q
         return None
 

@@ -59,8 +59,8 @@ class HeldPages:
 
     def more_at(self, *nodes: Node) -> list[int]:
         """The number of pages that locks on `nodes` would add, by component."""
-        count = range(len(self.pages))
-        return self._walk([(node, [self._tree.floor(node, c) for c in count]) for node in nodes], False)
+        count, apart = range(len(self.pages)), dict.fromkeys(nodes)
+        return self._walk([(node, [self._tree.floor(node, c) for c in count]) for node in apart], False)
 
     def _of(self, p: Prefetch, is_kept: bool) -> list[int]:
         locks = [(lock.node, lock.floors) for lock in (p.lock, p.beside) if lock is not None]

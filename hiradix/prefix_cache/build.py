@@ -6,8 +6,8 @@ from hiradix.config import HiCacheConfig
 from hiradix.errors import ConfigError
 from hiradix.memory import DevicePool, HybridPools
 from hiradix.prefix_cache.cache import PrefixCache
-from hiradix.prefix_cache.factory import hybrid_tiers, lower_tiers
 from hiradix.prefix_cache.identity import ModelIdentity
+from hiradix.prefix_cache.lower_tiers import hybrid_tiers, lower_tiers
 from hiradix.prefix_cache.names import (
     HiRadixCache,
     RadixCache,

@@ -10,8 +10,8 @@ from typing import Any
 from hiradix.cache import HostTier
 from hiradix.prefix_cache.attached import StorageFactory
 from hiradix.prefix_cache.cache import PrefixCache
-from hiradix.prefix_cache.factory import LowerTiers
 from hiradix.prefix_cache.kinds import RecurrentStates, SlidingWindows
+from hiradix.prefix_cache.lower_tiers import LowerTiers
 from hiradix.prefix_cache.records import CacheInitParams
 from hiradix.prefix_cache.upstream import cache_params, server_tiers
 from hiradix.transfer import Runtime

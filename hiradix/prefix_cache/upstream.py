@@ -19,8 +19,8 @@ from hiradix.errors import ConfigError
 from hiradix.memory import DevicePool
 from hiradix.memory.engine_pools import device_pool, layout_of, window_pools
 from hiradix.prefix_cache.allocator_ports import AllocatorPort, HybridPort, NumberedSlots
-from hiradix.prefix_cache.factory import LowerTiers, hybrid_tiers, lower_tiers
 from hiradix.prefix_cache.identity import ModelIdentity, run_with
+from hiradix.prefix_cache.lower_tiers import LowerTiers, hybrid_tiers, lower_tiers
 from hiradix.prefix_cache.records import CacheInitParams
 from hiradix.prefix_cache.weight_files import origin_of
 from hiradix.transfer import Runtime

@@ -139,6 +139,8 @@ class Batch(tuple[str, ...]):
     def __getitem__(self, at: SupportsIndex | slice) -> str | Batch:
         if isinstance(at, slice):
             places = self._places[at]
+            if places == self._places:
+                return self
             if isinstance(places, range) and places.step != 1:
                 places = list(places)
             return _batch(super().__getitem__(at), self.use, places)

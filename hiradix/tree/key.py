@@ -377,8 +377,10 @@ class RadixKey:
         return self._len // index(page_size)
 
     def head(self, num_pages: SupportsIndex, page_size: SupportsIndex) -> RadixKey:
-        """The key of the first `num_pages` pages. Raises ValueError for a negative count."""
-        return self[: num_of(num_pages) * index(page_size)]
+        """The key of the first `num_pages` pages: itself, if it has no more. Raises ValueError for a negative
+        count."""
+        end = num_of(num_pages) * index(page_size)
+        return self if end == self._len else self[:end]
 
     def bigrams(self) -> RadixKey:
         """The same tokens seen as bigrams. A view."""

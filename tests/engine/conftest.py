@@ -118,7 +118,7 @@ def recorded_host_pools(monkeypatch: pytest.MonkeyPatch) -> list[HostPool]:
             super().__init__(*args, **kwargs)
             pools.append(self)
 
-    monkeypatch.setattr("hiradix.prefix_cache.factory.HostPool", Recorded)
+    monkeypatch.setattr("hiradix.prefix_cache.lower_tiers.HostPool", Recorded)
     return pools
 
 

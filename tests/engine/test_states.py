@@ -118,7 +118,7 @@ def test_what_storage_is_told_of_records(
         told.extend(pages)
         return open_stores(name, keys, pages, required=required)
 
-    monkeypatch.setattr("hiradix.prefix_cache.factory.open_stores", tell)
+    monkeypatch.setattr("hiradix.prefix_cache.lower_tiers.open_stores", tell)
     for dtype in ("float32", "bfloat16", "float16"):
         make_recurrent(cache=with_storage(tmp_path, "file"), dtype=dtype)
     marks = [pages.fingerprint for pages in told]

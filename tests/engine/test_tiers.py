@@ -212,7 +212,7 @@ def test_loads_that_always_fail_cost_time_and_count_as_nothing_used(
         made.append(FailingLoads(make_transport(*arguments)))
         return made[-1]
 
-    monkeypatch.setattr("hiradix.prefix_cache.factory.make_transport", failing)
+    monkeypatch.setattr("hiradix.prefix_cache.lower_tiers.make_transport", failing)
     engine = make_cached(cache=configure("tiers"))
     asked = prompts([100], seed=2)
     serve(engine, asked, GREEDY)

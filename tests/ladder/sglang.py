@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -17,7 +15,17 @@ import httpx
 
 from tests.e2e.tiny_model import write_tiny_model
 from tests.ladder import store
-from tests.ladder.climb import CROWD_TOKENS, KEEP, MAX_TOKENS, Answers, LadderEngine, Life, Run, Start
+from tests.ladder.climb import (
+    CROWD_TOKENS,
+    KEEP,
+    MAX_TOKENS,
+    TIERS,
+    Answers,
+    LadderEngine,
+    Life,
+    Run,
+    Start,
+)
 from tests.ladder.needles import needles
 from tests.puppet import ROOT
 from tests.sglang.models import (
@@ -27,7 +35,6 @@ from tests.sglang.models import (
     write_window_model,
 )
 from tests.sglang.server import ADMIN_KEY, Answer, Server
-from tests.warm import Forked, program
 
 PAGE = 16
 DEVICE_TOKENS = 2048
@@ -41,17 +48,11 @@ STATES = ONE_STATE | {"max-running-requests": 4}
 class LadderServer(Server):
     """fault: the file that says what is planted. is_new: a new interpreter."""
 
+    module = "tests.ladder.sglang_main"
+
     def __init__(self, model: Path, folder: Path, flags: Sequence[str], fault: Path, is_new: bool) -> None:
         super().__init__(model, folder, flags, {"HIRADIX_LADDER_FAULT": str(fault), "PYTHONPATH": str(ROOT)})
-        self._is_new = is_new
-
-    def _spawn(
-        self, arguments: list[str], environment: dict[str, str], log: int
-    ) -> subprocess.Popen[bytes] | Forked:
-        if not self._is_new:
-            return program("tests.ladder.sglang_main", arguments, environment, log, log)
-        command = [sys.executable, "-m", "tests.ladder.sglang_main", *arguments]
-        return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        self.is_warm = not is_new
 
 
 class ServerLife(Life):
@@ -122,7 +123,7 @@ class ServerLife(Life):
 
 def _plain(answer: Answer) -> dict[str, Any]:
     tops = [{str(token): value for token, value in top.items()} for top in answer.tops]
-    tiers = {tier: answer.tier(tier) for tier in ("device", "host", "storage")}
+    tiers = {tier: answer.tier(tier) for tier in TIERS}
     if not answer.details:
         tiers["device"] = answer.cached
     return {"tokens": list(answer.tokens), "logprobs": tops, **tiers}

@@ -13,8 +13,9 @@ from typing import Any
 from tests.e2e.tiny_model import write_tiny_model
 from tests.ladder import store
 from tests.ladder.climb import LadderEngine, Life, PuppetLife, Run, Start
+from tests.puppet import Puppet
 from tests.seeded_model import seeded_model
-from tests.vllm.player import KV_BYTES, Player
+from tests.vllm.player import KV_BYTES
 
 BLOCK = 32
 STATE_BLOCK = 128  # vLLM's least on CPUs that makes the blocks of all groups as large
@@ -94,13 +95,8 @@ RUNS = {
 }  # fmt: skip
 
 
-class VllmProcess(Player):
-    """tests.vllm's, with what the ladder asks."""
-
+class VllmProcess(Puppet):
     module = "tests.ladder.vllm_play"
-
-    def __init__(self, setup: dict[str, Any], log: Path) -> None:
-        super(Player, self).__init__(setup, log)
 
 
 class WarmVllmProcess(VllmProcess):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.ladder import planted, store
-from tests.ladder.climb import ABORT_STEPS
+from tests.ladder.climb import ABORT_STEPS, TIERS
 from tests.puppet import obey
 from tests.vllm.play import FIRST, Play
 
@@ -47,7 +47,7 @@ class LadderPlay(Play):
         """All at once; all but every `keep`-th are aborted. The kept answers by number."""
         kept = self.storm(prompts, max_tokens, keep, ABORT_STEPS)
         for answer in kept.values():
-            answer |= dict.fromkeys(("device", "host", "storage"), 0) | {"device": answer.pop("cached") or 0}
+            answer |= dict.fromkeys(TIERS, 0) | {"device": answer.pop("cached") or 0}
         return kept
 
     def preempted(self) -> Any:

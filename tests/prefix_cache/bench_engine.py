@@ -337,5 +337,5 @@ def failing_copies(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
         return SimpleNamespace(name=inner.name, note=inner.note, copy_pages=copy_pages)
 
-    monkeypatch.setattr("hiradix.prefix_cache.factory.make_transport", made)
+    monkeypatch.setattr("hiradix.prefix_cache.lower_tiers.make_transport", made)
     return failing

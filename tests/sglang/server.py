@@ -71,7 +71,14 @@ class Answer:
 
 @dataclass
 class Server:
-    """flags: SGLang's, beside `ALWAYS`. Ends with its process group."""
+    """flags: SGLang's, beside `ALWAYS`. Ends with its process group.
+
+    module: what is run. is_warm: its processes are forked from one that has imported SGLang, else it is a new
+    interpreter.
+    """
+
+    module = "sglang.launch_server"
+    is_warm = False
 
     model: Path
     folder: Path
@@ -99,7 +106,9 @@ class Server:
     def _spawn(
         self, arguments: list[str], environment: dict[str, str], log: int
     ) -> subprocess.Popen[bytes] | Forked:
-        command = [str(python()), "-m", "sglang.launch_server", *arguments]
+        if self.is_warm:
+            return program(self.module, arguments, environment, log, log)
+        command = [str(python()), "-m", self.module, *arguments]
         return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
 
     def wait(self) -> Server:
@@ -253,10 +262,7 @@ class Server:
 class WarmServer(Server):
     """A Server whose processes are forked from one that has imported SGLang."""
 
-    def _spawn(
-        self, arguments: list[str], environment: dict[str, str], log: int
-    ) -> subprocess.Popen[bytes] | Forked:
-        return program("sglang.launch_server", arguments, environment, log, log)
+    is_warm = True
 
 
 def until(done: Callable[[], bool], timeout_s: float = 120.0) -> None:

@@ -25,7 +25,7 @@ from hiradix.errors import CacheError, ConfigError, Misuse
 from hiradix.intents.http import IntentApi
 from hiradix.prefix_cache import PrefixCache, RadixKey
 from hiradix.prefix_cache.attached import DETACH_TIMEOUT_S
-from hiradix.prefix_cache.factory import NamedStorage
+from hiradix.prefix_cache.lower_tiers import NamedStorage
 from hiradix.storage.attach.rules import AttachRefused, AttachRules, in_log, over_http
 from hiradix.transfer.process_group import place_in
 from hiradix.tree import Node
