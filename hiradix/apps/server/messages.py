@@ -172,7 +172,8 @@ Choice = Literal["none", "auto", "required"] | NamedTool
 def tool_use(
     answering: Answering, tools: Sequence[Json], choice: Choice | None, parallel: bool | None
 ) -> tuple[ToolUse | None, Sequence[Json]]:
-    """The way an answer may call, None if it may not; and the functions it may be forced to call. Raises ApiError."""
+    """The way an answer may call, None if it may not, and the functions it may be forced to call. Raises
+    ApiError."""
     if not tools:
         if choice not in (None, "none", "auto"):
             raise ApiError("tool_choice: there are no tools", param="tool_choice")
