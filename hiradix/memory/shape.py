@@ -259,7 +259,7 @@ class StateShape:
 
 
 def array_index(shape: CacheShape, name: str) -> int:
-    """The place of the array called `name`; asserts that there is one."""
+    """The index of the array called `name`; raises Misuse if there is none."""
     names = [spec.name for spec in shape.arrays]
     if name not in names:
         raise Misuse(f"{type(shape).__name__} has no {name} array, it has {names}")

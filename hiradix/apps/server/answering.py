@@ -172,7 +172,7 @@ class Answering:
     async def job(
         self, asked: ApiRequest, request_id: str, renderer: Callable[[Sequence[Generation]], Renderer]
     ) -> AnswerJob:
-        """The request as it runs. ApiError."""
+        """The request as it runs. Raises ApiError."""
         generations = await self._generations(asked, request_id)
         return AnswerJob(
             generations, renderer(generations), asked.field, asked.tools, asked.num_answers, asked.is_streamed

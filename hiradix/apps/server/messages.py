@@ -80,7 +80,7 @@ class ToolCall(StrictBody):
     index: int | None = None
 
     def plain(self, field: str) -> Json:
-        """The call in the form of chat templates: arguments are an object. ApiError."""
+        """The call in the form of chat templates: arguments are an object. Raises ApiError."""
         arguments: Any = self.function.arguments
         if isinstance(arguments, str):
             try:
@@ -137,7 +137,7 @@ Messages = Annotated[list[MessageBody], Field(min_length=1, max_length=10_000)]
 
 
 def plain_messages(messages: Sequence[MessageBody]) -> list[Json]:
-    """Messages as the chat template takes them. ApiError."""
+    """Messages as the chat template takes them. Raises ApiError."""
     return [message.plain(f"messages.{number}") for number, message in enumerate(messages)]
 
 
@@ -242,7 +242,8 @@ Choice = Literal["none", "auto", "required"] | NamedTool
 def tool_use(
     answering: Answering, tools: Sequence[Json], choice: Choice | None, parallel: bool | None
 ) -> tuple[ToolUse | None, Sequence[Json]]:
-    """The way an answer may call, None if it may not; and the functions it may be forced to call. ApiError."""
+    """The way an answer may call, None if it may not, and the functions it may be forced to call. Raises
+    ApiError."""
     if not tools:
         if choice not in (None, "none", "auto"):
             raise ApiError("tool_choice: there are no tools", param="tool_choice")

@@ -45,7 +45,7 @@ class ResponseFormat(StrictBody):
     json_schema: JsonSchemaForm | None = None
 
     def make_grammar(self) -> MakeGrammar | None:
-        """Compiles the grammar; None for text. ApiError."""
+        """Compiles the grammar; None for text. Raises ApiError."""
         if self.type == "text":
             return None
         schema = self.schema_of()
@@ -120,7 +120,7 @@ class GenerationBody(AddressedBody):
     hiradix: Wished = None
 
     def sampling(self, limit: int | None, logprobs: int | None, **more: Any) -> SamplingParams:
-        """The engine's parameters; temperature and top_p default to 1 as in the OpenAI API. ApiError."""
+        """The engine's parameters; temperature and top_p default to 1 as in the OpenAI API. Raises ApiError."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         least = self.min_tokens or self.min_new_tokens or 0
         if least > (MAX_TOKENS if limit is None else limit):

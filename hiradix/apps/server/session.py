@@ -27,7 +27,7 @@ class SessionBody(AddressedBody):
         return Scope(*self.namespace(owner), hint=hint, session=self.session_id or session)
 
     def conversation(self, answering: Answering) -> ChatPrompt:
-        """The conversation to make tokens of. ApiError."""
+        """The conversation to make tokens of. Raises ApiError."""
         tools = [tool.plain() for tool in self.tools or ()]
         kwargs = self.chat_template_kwargs or {}
         return answering.conversation(plain_messages(self.messages or ()), tools, template_kwargs=kwargs)

@@ -100,7 +100,8 @@ class AnthropicMessage(StrictBody):
     content: str | list[Block]
 
     def plain(self, field: str) -> list[Json]:
-        """The message in the form of chat templates: results of calls are messages of their own. ApiError."""
+        """The message in the form of chat templates: a call's result is a message of its own. Raises
+        ApiError."""
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
         found: list[Json] = []
@@ -174,7 +175,7 @@ class CountBody(AddressedBody):
     cache_control: CacheControl | None = None
 
     def conversation(self, answering: Answering) -> ChatPrompt:
-        """The conversation to make tokens of; an assistant's message at the end is continued. ApiError."""
+        """The conversation to make tokens of; an assistant's last message is continued. Raises ApiError."""
         if self.num_marks > MOST_MARKS:
             why = f"cache_control: {self.num_marks} marks, at most {MOST_MARKS} are taken"
             raise ApiError(why, param="cache_control")
@@ -240,7 +241,7 @@ class MessagesBody(CountBody):
     hiradix: Wished = None
 
     def asked(self, answering: Answering, owner: Owner, session: str) -> ApiRequest:
-        """The request. ApiError."""
+        """The request to the engine. ApiError names the field."""
         asked = self.tool_choice or AnthropicChoice(type="auto")
         choices: dict[str, Any] = {"auto": "auto", "any": "required", "none": "none"}
         choice = choices.get(asked.type) or NamedTool(
@@ -291,7 +292,7 @@ class AnthropicRenderer(Renderer):
         self._last: Piece | None = None
 
     def whole(self, answers: Sequence[WholeAnswer], usage: Usage) -> Json:
-        """The body."""
+        """The body of an answer that is sent whole."""
         [answer] = answers
         content: list[Json] = [{"type": "text", "text": answer.text}] if answer.text else []
         for call in answer.calls:

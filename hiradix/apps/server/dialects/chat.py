@@ -68,7 +68,7 @@ class ChatBody(GenerationBody, RenderedBody):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def asked(self, answering: Answering, owner: Owner, session: str) -> ApiRequest:
-        """The request. ApiError."""
+        """The request to the engine. ApiError names the field."""
         if self.echo:
             raise ApiError("echo: send continue_final_message, or use completions", param="echo")
         limit, logprobs = self.token_limit(), self.num_logprobs()
@@ -111,7 +111,7 @@ class ChatRenderer(Renderer):
         ]
 
     def whole(self, answers: Sequence[WholeAnswer], usage: Usage) -> Json:
-        """The body."""
+        """The body of an answer that is sent whole."""
         choices = []
         for one in answers:
             message: Json = {"role": "assistant", "content": one.text}

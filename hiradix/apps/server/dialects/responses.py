@@ -162,7 +162,7 @@ class ResponsesBody(AddressedBody):
         return found
 
     def asked(self, answering: Answering, owner: Owner, session: str) -> ApiRequest:
-        """The request. ApiError."""
+        """The request to the engine. ApiError names the field."""
         tools = [tool.plain() for tool in self.tools or ()]
         choice: Any = self.tool_choice
         if isinstance(choice, FlatChoice):
@@ -213,7 +213,7 @@ class ResponsesRenderer(Renderer):
         self._finish_reason: str | None = None
 
     def whole(self, answers: Sequence[WholeAnswer], usage: Usage) -> Json:
-        """The body."""
+        """The body of an answer that is sent whole."""
         [answer] = answers
         output = [_message(answer.text)] if answer.text or not answer.calls else []
         output += [_call(call) for call in answer.calls]

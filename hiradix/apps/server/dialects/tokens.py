@@ -30,7 +30,7 @@ class TokenizeBody(RenderedBody):
     return_token_strs: bool | None = None
 
     def asked(self, answering: Answering) -> str | ChatPrompt:
-        """The text or conversation to tokenise. ApiError."""
+        """The text or conversation to tokenise. Raises ApiError."""
         if (self.prompt is None) == (self.messages is None):
             raise ApiError("prompt: send either prompt or messages", param="prompt")
         if self.messages is None:
