@@ -171,7 +171,7 @@ class HierarchicalCache:
         for result in results:
             self.in_flight.apply(result)
         self._load_back.drop_failed()
-        if self.prefetcher is not None:
+        if self.prefetcher is not None and self.prefetcher.room.is_stale:
             self.prefetcher.room.balance()
         return ok
 
@@ -316,7 +316,8 @@ class HierarchicalCache:
         """
         dropped = self.supply.num_dropped
         before, target = dropped[component], dropped[component] + num_pages
-        self.intents.expire()
+        if self.intents.book.leases:
+            self.intents.expire()
         if self._load_back is not None:
             self._load_back.drop_failed()
         self._write_back(target - dropped[component], component)

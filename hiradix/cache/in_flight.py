@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -28,7 +27,7 @@ from hiradix.transfer import JobKind, Result, Ticket
 from hiradix.tree import Node
 from hiradix.tree.native import mypyc_attr
 
-NOTHING: Final[PagesOf] = MappingProxyType({})
+NOTHING: Final[PagesOf] = {}  # of all jobs that own, or read, no host pages: never written
 NO_TICKET: Final = Ticket(-1)
 
 
@@ -50,12 +49,7 @@ class InFlightJob:
         self.kind = kind
         self.owns = owns
         self.reads = reads
-        count = 0
-        for pages in owns.values():
-            count += len(pages)
-        for pages in reads.values():
-            count += len(pages)
-        self.num_pages = count
+        self.num_pages = count_of(owns) + count_of(reads)
         self.ticket = NO_TICKET
         self.orphaned = False
 
@@ -67,6 +61,13 @@ class InFlightJob:
     def book(self, result: Result) -> None:
         """Apply the result to the tree and the counters. Called once, by `InFlightJobs.apply`; not for
         orphans."""
+
+
+def count_of(pages: PagesOf) -> int:
+    count = 0
+    for own in pages.values():
+        count += len(own)
+    return count
 
 
 class InFlightJobs:

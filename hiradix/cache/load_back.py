@@ -110,6 +110,7 @@ class LoadBack:
         self._queued: list[LoadBackCopy] = []
         self._started: dict[int, list[LoadBackCopy]] = {}
         self._no_regret = no_regret
+        self._max_queued: int = controller.limits.queued_jobs
         self.refusal: Reason | None = None  # why the last load that was asked for was not made
         self._first_failed_slot = share(self._find_failed_slot)
 
@@ -140,10 +141,10 @@ class LoadBack:
         if not self._is_plain:
             num_pages = sizes(self._others(node))
         asked = num_pages[BACKBONE] = node.end - start
-        total = sum(num_pages.values())
+        total = asked if self._is_plain else sum(num_pages.values())
         if not total:
             return 0
-        is_full = len(self._queued) >= self._controller.limits.queued_jobs
+        is_full = len(self._queued) >= self._max_queued
         if is_full or (quota_pages is not None and asked > quota_pages):
             self._counters.load_refused += asked
             self.refusal = Reason.NO_ROOM

@@ -84,7 +84,7 @@ class CacheCounters:
 
 
 Sources = PageSource | Sequence[PageSource]
-PagesOf = Mapping[int, Pages]  # by component
+PagesOf = dict[int, Pages]  # by component
 
 
 class PairedSource(PageSource, Protocol):

@@ -154,7 +154,7 @@ class WriteThrough:
                 last = None
             elif not is_wished and not self._is_due(at):
                 runs, last = [], None  # a child's copy would be unreachable without its parent's
-            elif self._writing[BACKBONE][device[0]]:
+            elif at.host.lock_ref and self._writing[BACKBONE][device[0]]:  # a copy in flight holds a lock
                 last = None
             elif last is None:
                 last = at

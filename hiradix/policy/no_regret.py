@@ -107,7 +107,8 @@ class Cost:
         mean = self._units / self._weight
         whole = self._seconds / self._units
         variance = self._squares / self._weight - mean * mean
-        if variance < (MIN_SPREAD * mean) ** 2:
+        spread = MIN_SPREAD * mean
+        if variance < spread * spread:
             return whole
         covariance = self._seconds_units / self._weight - mean * self._seconds / self._weight
         return min(max(covariance / variance, self._min_slope * whole), whole)

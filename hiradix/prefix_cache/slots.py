@@ -17,6 +17,8 @@ from hiradix.tree.native import mypyc_attr
 
 Pages = npt.NDArray[np.int32]
 MANY_SLOTS: Final = 8192  # from here on torch spreads pages faster than numpy
+WIDE: Final = torch.int64
+SHORT: Final = torch.int32  # of an engine's table of slots
 GROWTH_PART: Final = 4  # an answer that grows out of its memory gets a quarter more than it needs
 
 
@@ -46,7 +48,11 @@ def _is_cpu(device: object) -> bool:
 def pages_of(slots: torch.Tensor, page_size: int, start: int = 0, stop: int | None = None) -> Pages:
     """int32 [P]: the pages of slots [start, stop), where start is on a page boundary. One call on a CPU."""
     if slots.is_cpu:
-        return ids.pages_of(slots.numpy(), page_size, start, len(slots) if stop is None else stop)
+        dtype, length = slots.dtype, slots.numel()
+        end = length if stop is None else stop
+        if ids.IS_BUILT and (dtype is WIDE or dtype is SHORT) and slots.is_contiguous():
+            return ids.pages_at(slots.data_ptr(), dtype is SHORT, length, page_size, start, end)
+        return ids.pages_of(slots.numpy(), page_size, start, end)
     first = slots[slice(start, stop, page_size)].cpu().numpy()  # one slot of each page comes over
     return (first // page_size).astype(np.int32)
 

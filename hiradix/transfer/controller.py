@@ -126,6 +126,7 @@ class HiCacheController:
     def _start(self, pairs: tuple[PoolPair, ...], runtime: Runtime) -> None:
         self.runtime = runtime
         self.limits = limits = runtime.limits
+        self._max_queued: int = limits.queued_jobs
         self.epoch = 0
         self.backs_up = True  # False: another rank stores the same pages; a `write_storage` is done at once
         self._driver = runtime.driver
@@ -531,7 +532,7 @@ class HiCacheController:
                 if not self._storage_jobs.parts:
                     return FailReason.NO_STORAGE
             num_queued = len(self._job_table.job_queues[kind].waiting)
-        return FailReason.QUEUE_FULL if num_queued >= self.limits.queued_jobs else None
+        return FailReason.QUEUE_FULL if num_queued >= self._max_queued else None
 
     def _fail_load(self, ticket: Ticket, copies: Copies, reason: FailReason) -> None:
         task = Task(JobKind.LOAD, ticket, self._size(copies), copies, self.epoch)

@@ -39,7 +39,7 @@ class JobTable:
         jobs: Mapping[JobKind, Steps],
         on_load_end: Callable[[Task, str | None], None],
     ):
-        self.lock = threading.Lock()  # guards _open, and the passage of tasks from queue to active
+        self.lock = threading.Lock()  # guards what workers do to _open, and a task's way from queue to active
         self.job_queues = {kind: JobQueue(kind) for kind in JobKind}
         self.counters = TransferCounters(self.lock)
         self.wakeup: Callable[[], None] | None = None
@@ -123,14 +123,15 @@ class JobTable:
         return num_deferred > 0 and len(self.job_queues[JobKind.WRITE].waiting) > 0
 
     def _queue(self, task: Task, refused: FailReason | None) -> bool:
+        """Open the tickets, then queue the task: each is one step of a dict or a deque, and workers see the
+        task with its tickets open. So this takes no lock."""
         opened = self._open
-        with self.lock:
-            opened[task.ticket] = task
-            for part in task.parts:
-                opened[part.ticket] = task
-            if refused is None:
-                self.job_queues[task.kind].waiting.append(task)
-                return True
+        opened[task.ticket] = task
+        for part in task.parts:
+            opened[part.ticket] = task
+        if refused is None:
+            self.job_queues[task.kind].waiting.append(task)
+            return True
         self.finish(task, Stopped(refused))
         return False
 

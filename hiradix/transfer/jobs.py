@@ -224,13 +224,16 @@ def as_trailing_pages(host_pages: PageIds, others: Iterable[TrailingPages]) -> A
 
 def as_copies(source: PageIds, target: PageIds, others: Iterable[Copy]) -> Copies:
     """Private copies of all that one ticket moves; what moves nothing is left out."""
-    found = []
-    for given, onto, pair in ((source, target, BACKBONE_PAIR), *others):
-        if len(given) != len(onto):
-            raise Misuse(f"{len(given)} pages onto {len(onto)}")
-        if len(given):
-            found.append(Copy(as_pages(given), as_pages(onto), pair))
-    return tuple(found)
+    found = _copy_of(source, target, BACKBONE_PAIR)
+    for given, onto, pair in others:
+        found += _copy_of(given, onto, pair)
+    return found
+
+
+def _copy_of(source: PageIds, target: PageIds, pair: int) -> Copies:
+    if len(source) != len(target):
+        raise Misuse(f"{len(source)} pages onto {len(target)}")
+    return (Copy(as_pages(source), as_pages(target), pair),) if len(source) else ()
 
 
 def joined(copies: Sequence[Copy]) -> Copies:

@@ -277,49 +277,79 @@ static PyObject *slots_of(PyObject *self, PyObject *const *args, Py_ssize_t narg
     return (PyObject *)found;
 }
 
-/* The pages of `count` slots that lie `size` apart from `at` on. */
-static void write_pages(npy_int32 *pages, PyArrayObject *slots, npy_intp at, npy_intp size, npy_intp count)
+/* Slots at an address, int32 if narrow, else int64. */
+typedef struct {
+    const void *at;
+    int is_narrow;
+    npy_intp length;
+} Slots;
+
+/* The pages of every `size`-th of slots [start, stop), which are numbers: a new array, or NULL and an error. */
+static PyObject *pages_from(Slots slots, npy_intp size, PyObject *start_number, PyObject *stop_number)
 {
-    int is_narrow = PyArray_TYPE(slots) == NPY_INT32;
-    if (size == 1 && is_narrow) {
-        memcpy(pages, IDS(slots) + at, count * sizeof(npy_int32));
-        return;
+    npy_intp start, stop;
+    if (size == 0) {
+        return PyErr_Format(PyExc_AssertionError, "page_size is 0");
     }
-    if (size == 1) {
-        for (npy_intp i = 0; i < count; i++) {
-            pages[i] = (npy_int32)TOKENS(slots)[at + i];
-        }
-        return;
+    if ((stop = number(stop_number, slots.length, "stop")) < 0 || (start = number(start_number, stop, "start")) < 0) {
+        return NULL;
     }
-    for (npy_intp i = 0; i < count; i++, at += size) {
-        npy_int64 slot = is_narrow ? IDS(slots)[at] : TOKENS(slots)[at];
+    npy_intp count = (stop - start) / size + ((stop - start) % size != 0);
+    PyObject *found = PyArray_SimpleNew(1, &count, NPY_INT32);
+    if (found == NULL) {
+        return NULL;
+    }
+    npy_int32 *pages = IDS((PyArrayObject *)found);
+    const npy_int32 *narrow = slots.at;
+    const npy_int64 *wide = slots.at;
+    if (size == 1 && slots.is_narrow) {
+        memcpy(pages, narrow + start, count * sizeof(npy_int32));
+        return found;
+    }
+    for (npy_intp i = 0; size == 1 && i < count; i++) {
+        pages[i] = (npy_int32)wide[start + i];
+    }
+    for (npy_intp i = 0, at = start; size != 1 && i < count; i++, at += size) {
+        npy_int64 slot = slots.is_narrow ? narrow[at] : wide[at];
         pages[i] = (npy_int32)(slot / size - (slot % size < 0)); /* rounded down, as in Python */
     }
+    return found;
 }
 
 static PyObject *pages_of(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    npy_intp size, start, stop;
+    npy_intp size;
     if (!has_args("pages_of", nargs, 4) || (size = number(args[1], NPY_MAX_INT32, "page_size")) < 0) {
         return NULL;
     }
-    if (size == 0) {
-        return PyErr_Format(PyExc_AssertionError, "page_size is 0");
-    }
     int type = is_plain(args[0], NPY_INT32) ? NPY_INT32 : NPY_INT64;
-    PyArrayObject *slots = integers(args[0], type), *found = NULL;
+    PyArrayObject *slots = integers(args[0], type);
     if (slots == NULL) {
         return NULL;
     }
-    if ((stop = number(args[3], LENGTH(slots), "stop")) >= 0 && (start = number(args[2], stop, "start")) >= 0) {
-        npy_intp count = (stop - start) / size + ((stop - start) % size != 0);
-        found = (PyArrayObject *)PyArray_SimpleNew(1, &count, NPY_INT32);
-        if (found != NULL) {
-            write_pages(IDS(found), slots, start, size, count);
-        }
-    }
+    Slots given_slots = {PyArray_DATA(slots), type == NPY_INT32, LENGTH(slots)};
+    PyObject *found = pages_from(given_slots, size, args[2], args[3]);
     Py_DECREF(slots);
-    return (PyObject *)found;
+    return found;
+}
+
+static PyObject *pages_at(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    Slots slots;
+    npy_intp size;
+    if (!has_args("pages_at", nargs, 6) || (size = number(args[3], NPY_MAX_INT32, "page_size")) < 0
+        || (slots.length = number(args[2], NPY_MAX_INTP, "length")) < 0
+        || (slots.is_narrow = PyObject_IsTrue(args[1])) < 0) {
+        return NULL;
+    }
+    slots.at = PyLong_AsVoidPtr(args[0]);
+    if (slots.at == NULL && PyErr_Occurred()) {
+        return NULL;
+    }
+    if (slots.at == NULL && slots.length) {
+        return PyErr_Format(PyExc_AssertionError, "%zd slots at no address", (Py_ssize_t)slots.length);
+    }
+    return pages_from(slots, size, args[4], args[5]);
 }
 
 /* Tokens as bytes of int32; None if one of them does not fit. */
@@ -455,6 +485,7 @@ static PyMethodDef methods[] = {
     {"give", (PyCFunction)(void (*)(void))give, METH_FASTCALL, NULL},
     {"slots_of", (PyCFunction)(void (*)(void))slots_of, METH_FASTCALL, NULL},
     {"pages_of", (PyCFunction)(void (*)(void))pages_of, METH_FASTCALL, NULL},
+    {"pages_at", (PyCFunction)(void (*)(void))pages_at, METH_FASTCALL, NULL},
     {"narrow", (PyCFunction)(void (*)(void))narrow, METH_FASTCALL, NULL},
     {"num_equal", (PyCFunction)(void (*)(void))num_equal, METH_FASTCALL, NULL},
     {"track", (PyCFunction)(void (*)(void))track, METH_FASTCALL, NULL},

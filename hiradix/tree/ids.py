@@ -16,6 +16,9 @@ Ids that are out of range, or no ids, raise AssertionError before anything is ch
                                              and nothing changed, unless each is marked, named once, has room
     slots_of(pages, page_size)               int64: page * page_size + offset, page after page
     pages_of(slots, page_size, start, stop)  int32: slot // page_size of each page_size-th of [start, stop)
+    pages_at(address, is_narrow, length, page_size, start, stop)  the same of slots in memory that the caller
+                                             keeps, int32 if narrow, else int64: to make an array of a tensor
+                                             takes longer than all else
     narrow(tokens, start, stop)              bytes: [start, stop) as int32; None if one is not in [0, 2**31)
     num_equal(run, width, tokens, start, stop)  how many of [start, stop), from the first on, `run` has too
 
@@ -50,6 +53,7 @@ take: Final[Callable[[Pages, int, int, Marks], Pages]] = _form.take
 give: Final[Callable[[Pages, int, Ids, Marks], bool]] = _form.give
 slots_of: Final[Callable[[Ids, int], Slots]] = _form.slots_of
 pages_of: Final[Callable[[npt.NDArray[np.integer[Any]], int, int, int], Pages]] = _form.pages_of
+pages_at: Final[Callable[[int, bool, int, int, int, int], Pages]] = _form.pages_at
 narrow: Final[Callable[[Tokens | array[int], int, int], bytes | None]] = _form.narrow
 num_equal: Final[Callable[[bytes, int, Tokens, int, int], int]] = _form.num_equal
 track: Final[Callable[..., None]] = _form.track

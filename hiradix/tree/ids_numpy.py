@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from array import array
 from collections.abc import Sequence
 from functools import cache
@@ -145,6 +146,16 @@ def pages_of(slots: Ids, page_size: int, start: int, stop: int) -> Pages:
     if len(first) > FEW_PAGES:
         return (first // page_size).astype(np.int32)
     return np.array([slot // page_size for slot in first.tolist()], np.int32)
+
+
+def pages_at(address: int, is_narrow: bool, length: int, page_size: int, start: int, stop: int) -> Pages:
+    """`pages_of` the slots at an address, int32 if narrow, else int64."""
+    if address == 0 and length:
+        raise Misuse(f"{length} slots at no address")
+    run = ctypes.string_at(address, length * (4 if is_narrow else 8))
+    if is_narrow:
+        return pages_of(np.frombuffer(run, np.int32), page_size, start, stop)
+    return pages_of(np.frombuffer(run, np.int64), page_size, start, stop)
 
 
 def narrow(tokens: Tokens | array[int], start: int, stop: int) -> bytes | None:

@@ -258,7 +258,7 @@ def _some(extras: tuple[bytes | None, ...]) -> tuple[bytes | None, ...] | None:
 # -- records ----------------------------------------------------------------------------
 
 
-class Match(NamedTuple):
+class Match:
     """The result of a match: the nodes at which a key's usable prefix ends. `Node.end` is its length in
     pages. Both may be the root.
 
@@ -266,8 +266,14 @@ class Match(NamedTuple):
     loadable_node: the deepest boundary usable after a load back.
     """
 
-    device_node: Node
-    loadable_node: Node
+    __slots__ = ("device_node", "loadable_node")
+
+    def __init__(self, device_node: Node, loadable_node: Node):
+        self.device_node = device_node
+        self.loadable_node = loadable_node
+
+    def __repr__(self) -> str:
+        return f"Match({self.device_node}, {self.loadable_node})"
 
 
 class Lock:

@@ -161,7 +161,10 @@ class Dropped:
         """One record per component and tier, the backbone last, as an engine's windows are freed by way of its
         pages. Call it once: it unmarks the pages, which may then be inserted again."""
         found = []
-        for place in reversed(sorted(self._pages)):
+        places = list(self._pages)
+        if len(places) > 1:
+            places.sort(reverse=True)
+        for place in places:
             parts = self._pages[place]
             pages = parts[0] if len(parts) == 1 else ids.joined(parts)
             self._places[place >> 1][place & 1].leave(pages)
@@ -173,6 +176,7 @@ class Residencies:
     """The pages that nodes have in each tier, and everything that changes when they get or lose some.
 
     orders[component][tier]: the evictable entries, in eviction order.
+    waste[component][tier]: how many times the pages wanted a victim may have and still leave as a whole.
     num_resident[component][tier]: pages in the tree.
     places[component][tier]: the page ids in the tree.
     pins: lock counts and holds. watch: the observer, or None.
@@ -195,19 +199,17 @@ class Residencies:
     def reset(self) -> None:
         """Forget everything."""
         self.orders[:] = [[self._order_of(c, tier) for tier in TIERS] for c in range(len(self.components))]
-        for component in range(len(self.components)):
-            for tier in TIERS:
-                self.waste_of(component, tier)  # refused before anything is evicted
+        self.waste = [[self._waste_of(order) for order in orders] for orders in self.orders]
         self.num_resident = [[0] * len(Tier) for _ in self.components]
         for tiers in self.places:
             for places in tiers:
                 places.clear()
         self.host_moves_once = bool(getattr(self.orders[BACKBONE][HOST], "path_moves_once", False))
 
-    def waste_of(self, component: int, tier: Tier) -> int:
-        """The `waste` that holds for a component and tier: see `Granularity`. Raises Misuse if it is below 1."""
+    def _waste_of(self, order: EvictionOrder) -> int:
+        """The `waste` that holds for an order: see `Granularity`. Raises Misuse if it is below 1."""
         own = self.granularity.waste
-        waste = int(getattr(self.orders[component][tier], "waste", WASTE)) if own is None else own
+        waste = int(getattr(order, "waste", WASTE)) if own is None else own
         if waste < 1:
             raise Misuse(f"waste: a victim leaves at least as many pages as are wanted, got {waste} times")
         return waste

@@ -448,7 +448,7 @@ class RadixTree:
         """
         residencies, out, missing = self._residencies, Dropped(self._residencies.places), index(num_pages)
         order, per_page = residencies.orders[component][tier], self.components[component].per_page
-        waste = residencies.waste_of(component, tier)
+        waste = residencies.waste[component][tier]
         gone: Node | None = None
         while missing > 0 and (victim := order.coldest()) is not None:
             node = _node_of(victim)
@@ -474,9 +474,8 @@ class RadixTree:
         nodes = [_node_of(entry) for entry in self._residencies.orders[component][tier].victims(wanted)]
         if nodes and self.components[component].per_page:
             missing = wanted - sum(node.num_pages for node in nodes[:-1])
-            nodes[-1] = self._cut_victim(
-                nodes[-1], component, missing, self._residencies.waste_of(component, tier)
-            )
+            waste = self._residencies.waste[component][tier]
+            nodes[-1] = self._cut_victim(nodes[-1], component, missing, waste)
         return nodes
 
     def _cut_victim(self, node: Node, component: int, wanted: int, waste: int) -> Node:

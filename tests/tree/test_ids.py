@@ -117,6 +117,31 @@ def test_pages_of(
 
 
 @over_forms
+@given(numbers, st.sampled_from([np.int32, np.int64]), st.integers(1, 70), st.data())
+def test_pages_at(form: ModuleType, values: list[int], dtype: Any, size: int, data: st.DataObject) -> None:
+    stop = data.draw(st.integers(0, len(values)))
+    start = data.draw(st.integers(0, stop))
+    slots = np.array(values, dtype)
+    found = form.pages_at(slots.ctypes.data, dtype is np.int32, len(slots), size, start, stop)
+    assert found.dtype == np.int32 and found.tolist() == [slot // size for slot in values[start:stop:size]]
+
+
+@over_forms
+@pytest.mark.parametrize("start,stop,size", [(-1, 1, 1), (2, 1, 1), (0, 4, 1), (0, 3, 0), (0, 3, -1)])
+def test_pages_at_refuses_what_is_no_part(form: ModuleType, start: int, stop: int, size: int) -> None:
+    slots = np.arange(3)
+    with pytest.raises(AssertionError):
+        form.pages_at(slots.ctypes.data, False, 3, size, start, stop)
+
+
+@over_forms
+def test_there_are_no_slots_at_no_address(form: ModuleType) -> None:
+    assert form.pages_at(0, False, 0, 64, 0, 0).tolist() == []
+    with pytest.raises(AssertionError, match="3 slots at no address"):
+        form.pages_at(0, False, 3, 1, 0, 3)
+
+
+@over_forms
 @pytest.mark.parametrize("count", [0, 1, ids_numpy.FEW_PAGES, ids_numpy.FEW_PAGES + 1])
 @pytest.mark.parametrize("size", [1, 7])
 def test_pages_of_few_and_of_many_slots(form: ModuleType, size: int, count: int) -> None:

@@ -95,7 +95,8 @@ class HiRadixPrefixCache(Front):
             if states is not None and params.cow_mamba:
                 states.start(params.req, 0)
             return MatchResult(0, node, node, node)
-        node, loadable = self.inner.cache.match(key)
+        match = self.inner.cache.match(key)
+        node, loadable = match.device_node, match.loadable_node
         if params.req is not None:  # what was packed is looked at again when it has run
             params.req.hiradix_key = key
         size, num_host = self.page_size, loadable.end - node.end
