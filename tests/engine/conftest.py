@@ -13,7 +13,7 @@ import transformers
 
 from hiradix.apps.engine import Engine, EngineConfig
 from hiradix.memory import HostPool
-from hiradix.prefix_cache import factory
+from hiradix.prefix_cache import lower_tiers
 from hiradix.storage import PageFingerprint, Trust
 from tests.engine.checkpoints import Reference, write_checkpoint, write_tokenizer
 from tests.engine.configs import TIERED
@@ -131,7 +131,7 @@ class Openings:
 
 
 def recorded_openings(monkeypatch: pytest.MonkeyPatch) -> Openings:
-    found, real = Openings(), factory.trusted_stores
+    found, real = Openings(), lower_tiers.trusted_stores
 
     def recorded(stores: Any, components: Any, trust: Trust) -> Any:
         codec = "rounded" if trust.rounds else ""
@@ -140,7 +140,7 @@ def recorded_openings(monkeypatch: pytest.MonkeyPatch) -> Openings:
         found.trusts.append(trust)
         return real(stores, components, trust)
 
-    monkeypatch.setattr(factory, "trusted_stores", recorded)
+    monkeypatch.setattr(lower_tiers, "trusted_stores", recorded)
     return found
 
 
