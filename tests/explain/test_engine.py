@@ -183,7 +183,7 @@ def test_a_device_without_room_for_a_load(make_cached: MakeEngine) -> None:
 
 
 def test_nothing_is_explained_where_nothing_is_remembered(make_cached: MakeEngine) -> None:
-    engine = make_cached(cache=DEVICE_ONLY, explain_names=0)
+    engine = make_cached(cache=replace(DEVICE_ONLY, explain_names=0))
     engine.add_request("r", prompt_of(1), ONE_TOKEN)
     usage = drain(engine)["r"].usage
     assert usage is not None and usage.explanation is None
