@@ -20,7 +20,7 @@ TYPES: Final = tuple(PREFIX + verb.value for verb in Verb)
 def answers_of_hints(
     envelope: Any, selector: Selector, submit: Callable[[Intent], Receipt]
 ) -> list[dict[str, Any]]:
-    """What becomes of each action of an envelope, about the prompt that its request was; None is no envelope.
+    """Submit the actions of a request's envelope, about its prompt, and return their answers; None: no envelope.
 
     An action `hiradix.VERB` of version 1 is a wish, its payload the wish's other fields.
     """

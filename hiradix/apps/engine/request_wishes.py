@@ -1,4 +1,4 @@
-"""What requests wish of the cache about their own prompts: asked at their first token, answered at the last."""
+"""Wishes of requests about their own prompts: asked at their first token, answered at the last."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOT_LEARNED: Final = "the eviction policy learns nothing of sessions"
 
 
 def owner_of(key: RadixKey) -> str:
-    """Whose wishes those of a request in this namespace are."""
+    """The tenant who wishes what a request in this namespace does."""
     return key.space.tenant or COMMON
 
 
@@ -53,7 +53,7 @@ class RequestWishes:
         self._answers.pop(rid, None)
 
     def end_session(self, key: RadixKey, session: str) -> int:
-        """End the leases of a session that goes on no more; how many."""
+        """End the leases of a session that goes on no more, and return their number."""
         return self._cache.cache.intents.end_series(owner_of(key), session) if session else 0
 
     def _submit(self, request: Request, wish: PromptWish) -> Receipt | Mapping[str, Any]:
@@ -86,7 +86,7 @@ class RequestWishes:
         return replace(intent, series=request.session_id or ANY_SESSION)
 
     def _hinted(self, request: Request, hint: str) -> Mapping[str, Any]:
-        """What became of `end_of_session` or `keep_alive`, which the cache was told with the request's end."""
+        """The answer to `end_of_session` or `keep_alive`, which the cache was told with the request's end."""
         is_told = self._cache.cache.learner is not None
         answer: dict[str, Any] = {"state": "done" if is_told else "refused"}
         if not is_told:
@@ -98,7 +98,7 @@ class RequestWishes:
         return answer
 
     def _shown(self, found: Receipt | Mapping[str, Any]) -> Mapping[str, Any]:
-        """As usage has it: a receipt as of now."""
+        """An answer in the form of usage: a receipt as of now."""
         if not isinstance(found, Receipt):
             return found
         receipt = self._cache.intent(found.id) or found

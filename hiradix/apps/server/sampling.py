@@ -167,7 +167,7 @@ class GenerationBody(AddressedBody):
         return Scope(*self.namespace(owner), self.priority, hint, session)
 
     def wishes(self, session: str) -> list[AskedWish]:
-        """What it asks of the cache; `session`: what the header names. ApiError."""
+        """The wishes of the body's fields; `session`: as the header names it. ApiError."""
         is_named = bool(self.session_id or session)
         of_openai = of_prompt_cache(self.prompt_cache_key, self.prompt_cache_retention, is_named)
         return [*of_openai, *of_field(self.hiradix)]

@@ -1,4 +1,4 @@
-"""What clients' cache controls wish of the cache, each dialect's fields as one record.
+"""Clients' cache controls as wishes of the cache: each dialect's fields as one record.
 
     cache_control            Anthropic's, also on parts of OpenAI's messages     a hold of what is before it
     prompt_cache_key         OpenAI's                                            the name of the session
@@ -97,7 +97,7 @@ def session_of_key(key: str | None) -> str:
 
 
 def of_prompt_cache(key: str | None, retention: str | None, is_named: bool) -> list[AskedWish]:
-    """What OpenAI's two fields wish. is_named: another field names the session, and goes before the key."""
+    """The wishes of OpenAI's two fields. is_named: another field names the session, and goes before the key."""
     found = []
     if key:
         answer = {"state": "done", "reason": "it names the session"}
@@ -128,5 +128,5 @@ def of_field(given: Wished) -> list[AskedWish]:
 
 
 def told(wishes: Sequence[Mapping[str, Any]]) -> Json:
-    """What becomes of a request's wishes, for its `usage`; nothing where it had none."""
+    """The answers to a request's wishes, for its `usage`; nothing where it had none."""
     return {"hiradix_intents": [dict(wish) for wish in wishes]} if wishes else {}

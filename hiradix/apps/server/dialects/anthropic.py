@@ -125,7 +125,7 @@ class AnthropicMessage(StrictBody):
         return found
 
     def marks(self) -> list[tuple[int, CacheControl]]:
-        """Its `cache_control`, in order, each with the number of its block."""
+        """The message's `cache_control`, in order, each with the number of its block."""
         found = []
         for place, block in enumerate([] if isinstance(self.content, str) else self.content):
             inner = block.content if isinstance(block.content, list) else ()
@@ -194,8 +194,8 @@ class CountBody(AddressedBody):
         return plain
 
     def marks(self) -> list[CacheMark]:
-        """Its `cache_control` in the prompt's order. Tools and system are one place: a template decides which is
-        first."""
+        """The body's `cache_control` in the prompt's order. Tools and system are one place: a template decides
+        which is first."""
         system = self.system if isinstance(self.system, list) else []
         front: list[AnthropicTool | TextBlock] = [*(self.tools or ()), *system]
         found = [CacheMark(one.cache_control.ttl_s, FRONT) for one in front if one.cache_control is not None]
@@ -212,7 +212,7 @@ class CountBody(AddressedBody):
         return self.plain_messages([*self.messages[:number], self.messages[number].upto(place)])
 
     def marked(self, answering: Answering) -> list[AskedWish]:
-        """What its marks wish. ApiError."""
+        """The wishes of the marks. ApiError."""
         make = partial(answering.conversation, tools=self.plain_tools, opens_answer=False)
         return of_marks(self.marks(), self.plain_messages(self.messages), self._cut, make)
 
