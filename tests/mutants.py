@@ -51,11 +51,15 @@ SIGNS: dict[type[ast.operator], type[ast.operator]] = {
 
 @dataclass(frozen=True)
 class Suite:
-    """Code and the tests that answer for it. folders, tests: as paths below hiradix/ and the repository."""
+    """Code and the tests that answer for it. folders, tests: as paths below hiradix/ and the repository.
+
+    timeout_s: of processor time; more than the tests take, else nothing that survives can be told from a loop.
+    """
 
     folders: tuple[str, ...]
     tests: tuple[str, ...]
     env: tuple[tuple[str, str], ...] = ()
+    timeout_s: int = TIMEOUT_S
 
 
 SUITES = {
@@ -67,6 +71,7 @@ SUITES = {
             "tests/cache/test_components.py",
         ),
         (("HIRADIX_TREE_RUNS", "100"), ("HIRADIX_COMPONENT_RUNS", "64")),
+        timeout_s=240,
     ),
     "cache": Suite(
         ("cache",),
@@ -83,7 +88,11 @@ SUITES = {
         ("policy",), ("tests/policy", "tests/tree/test_orders.py", "tests/cache/test_no_regret.py")
     ),
     "memory": Suite(("memory",), ("tests/memory",)),
-    "storage": Suite(("storage",), ("tests/storage", "tests/disk/test_disk.py", "tests/disk/test_states.py")),
+    "storage": Suite(
+        ("storage",),
+        ("tests/storage", "tests/disk/test_disk.py", "tests/disk/test_states.py"),
+        timeout_s=400,
+    ),
     "vllm": Suite(("adapters/vllm",), ("tests/vllm_roles",)),
 }
 
@@ -284,7 +293,7 @@ def killer_of(mutant: Mutant, suite: Suite) -> str | None:
     with tempfile.TemporaryDirectory(prefix="hiradix-mutant-") as folder:
         copy = copied(Path(folder))
         plant(mutant, copy)
-        return failing_test(copy, suite.tests, TIMEOUT_S, **dict(suite.env))
+        return failing_test(copy, suite.tests, suite.timeout_s, **dict(suite.env))
 
 
 def judge(suites: dict[str, list[Mutant]]) -> tuple[int, list[Mutant]]:

@@ -33,6 +33,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 TEST_S = 120  # longest a single test may wait for what a fault keeps from coming
+NEVER_ENDS = "never ends"
 BUSY = 10  # a busy machine may take so many seconds for one of processor time
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -300,14 +301,22 @@ def failing_test(copy: Path, tests: Sequence[str], timeout_s: float, **env: str)
     """The first of these tests that fails on the copy, as `tests/...::name`; None if none does.
 
     They run in a fork of this process, which imports the copy's code anew and keeps all other imports:
-    after `warm` a fault is judged in a second. timeout_s: of processor time. AssertionError for a test that
-    fails without the fault, too.
+    after `warm` a fault is judged in a second. timeout_s: of processor time. Tests that take longer without the
+    fault, too, have not seen it. AssertionError for a test that fails without the fault, too.
     """
     seen = _first_failing(copy, tests, timeout_s, env)
+    if seen == NEVER_ENDS and not _ends(tuple(tests), timeout_s, tuple(sorted(env.items()))):
+        return None
     if seen is None or not seen.startswith("tests/"):
         return seen
     assert _passes(seen, timeout_s, tuple(sorted(env.items()))), f"{seen} fails on the code as it is"
     return seen.partition("[")[0]
+
+
+@cache
+def _ends(tests: tuple[str, ...], timeout_s: float, env: tuple[tuple[str, str], ...]) -> bool:
+    """Whether the tests come to their end in time on the code as it is."""
+    return _first_failing(_unplanted(), tests, timeout_s, dict(env)) != NEVER_ENDS
 
 
 @cache
@@ -332,11 +341,11 @@ def _first_failing(copy: Path, tests: Sequence[str], timeout_s: float, env: dict
     sending.close()
     try:
         if not receiving.poll(BUSY * timeout_s):
-            return "never ends"
+            return NEVER_ENDS
         status, node, output = receiving.recv()
     except EOFError:
         child.join()
-        return "never ends" if child.exitcode == -signal.SIGXCPU else f"exit {child.exitcode}"
+        return NEVER_ENDS if child.exitcode == -signal.SIGXCPU else f"exit {child.exitcode}"
     finally:
         child.kill()
         child.join()
@@ -352,7 +361,8 @@ def _judge(
         del sys.modules[name]
     os.chdir(copy)
     os.environ.update(env, HIRADIX_JUDGING="1")
-    resource.setrlimit(resource.RLIMIT_CPU, (int(timeout_s), int(timeout_s)))  # a loop without end
+    limit_s = int(timeout_s)  # ends a loop without end by SIGXCPU; at the hard limit it would be SIGKILL
+    resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s + 10))
     sys.path[:] = [str(copy), *(path for path in sys.path if path not in ("", str(ROOT)))]
     first = _FirstFailure()
     quiet = ("-x", "-q", "-n0", "--no-header", "--tb=short", f"--timeout={TEST_S}", "-p", "no:cacheprovider")

@@ -355,6 +355,17 @@ def test_order_of_use_survives_a_restart(make: Make) -> None:
     assert [store.exists([key]) for key in keys_of(10)] == [1] * 3 + [0] * 7
 
 
+def test_pages_that_are_put_again_count_as_used(make: Make) -> None:
+    now = [10_000_000_000]
+    store = make(max_size=cap_of(10), touch_interval_s=1.0, time_ns=lambda: now[0])
+    for number in range(10):
+        put(store, [key_of(number)])
+        now[0] += 5_000_000_000
+    assert all(put(store, keys_of(3)))
+    put(store, keys_of(7, 100))
+    assert [store.exists([key]) for key in keys_of(10)] == [1] * 3 + [0] * 7
+
+
 # -- several handles ------------------------------------------------------------------------
 
 

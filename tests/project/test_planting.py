@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutants import OPERATORS, SUITES, Mutant, functions, mutants_of, plant, spread
-from tests.planting import Fault, Stale, places_of, planted
+from tests.planting import NEVER_ENDS, Fault, Stale, copied, failing_test, places_of, planted
 
 CODE = '''
 """A module."""
@@ -105,3 +105,14 @@ def test_every_suite_has_code_and_a_sample_is_spread() -> None:
         assert len(mutants) > 200, name
         chosen = spread(mutants, 20)
         assert len(set(chosen)) == 20 and chosen == spread(mutants, 20)
+
+
+def test_what_takes_too_long_without_a_fault_has_not_seen_one(tmp_path: Path) -> None:
+    assert failing_test(copied(tmp_path), ["tests/project/planted/a_loop.py"], 2) is None
+
+
+def test_a_loop_that_a_fault_brings_is_seen(tmp_path: Path) -> None:
+    quick = "tests/project/planted/nothing.py"
+    loop = Path(__file__).with_name("planted") / "a_loop.py"
+    (copied(tmp_path) / quick).write_text(loop.read_text(encoding="utf-8"), encoding="utf-8")
+    assert failing_test(tmp_path, [quick], 4) == NEVER_ENDS
