@@ -192,7 +192,8 @@ def _build(context: Any, flags: Any, api: Api) -> Any:
         keep_apart()
     adapters = LoraAdapters.given(given if context.enable_hierarchical_cache else None, names_are_hub())
     weights = _weights_of(context, flags) if context.enable_hierarchical_cache else UNSEEN
-    explains = context.enable_hierarchical_cache and api is not Api.FINISHED_REQ
+    port = port_of_environment(os.environ)
+    explains = context.enable_hierarchical_cache and api is not Api.FINISHED_REQ and port is not None
     runtime = None if streams is None else Runtime(streams=streams)
     inner = _inner(context, flags, adapters, weights, runtime, explains)
     controller = None
@@ -218,7 +219,6 @@ def _build(context: Any, flags: Any, api: Api) -> Any:
     cache.watch(weights, extra)
     cache.read_attach_rules = partial(_attach_rules, flags.hicache_storage_backend, extra)
     cache.attach_rules = cache.read_attach_rules()
-    port = port_of_environment(os.environ)
     if port is not None:
         cache.listen(port, getattr(flags, "admin_api_key", None))
     return cache

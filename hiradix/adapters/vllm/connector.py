@@ -180,7 +180,7 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
             limits=LIMITS,
             saves=saves,
             loads=loads,
-            explain_names=cache.explain_names,
+            explain_names=cache.explain_names if self._settings.admin_port is not None else 0,
             eviction_policy=cache.radix_eviction_policy,
             intents=self._settings.intents,
         )
