@@ -182,8 +182,10 @@ class RecentExplanations:
         """So many requests as the text `last` says, SHOWN without it, the latest first, as JSON. Raises
         ConfigError where it says no number, or too large a one."""
         text = str(SHOWN) if last is None else last
-        if not text.isdecimal() or not text.isascii() or not 1 <= int(text[:9]) <= MOST_SHOWN:
+        is_number = text.isdecimal() and text.isascii() and len(text) <= len(str(MOST_SHOWN))
+        count = int(text) if is_number else 0
+        if not 1 <= count <= MOST_SHOWN:
             raise ConfigError(f"last: expected a number in 1..{MOST_SHOWN}")
         with self._lock:
-            latest = list(reversed(self._by_id.values()))[: int(text)]
+            latest = list(reversed(self._by_id.values()))[:count]
         return {"requests": [one.as_json() for one in latest]}
