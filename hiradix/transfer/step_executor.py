@@ -119,13 +119,17 @@ class Quorum:
         if self._num_workers == 1:
             return outcome
         seen, so_far = self._open.pop(outcome.ticket, (0, outcome))
+        num_pages = min(outcome.num_pages, so_far.num_pages)
+        there = max(so_far.num_pages, so_far.damaged_end)
+        damaged_end = min(max(outcome.num_pages, outcome.damaged_end), there)
         least = outcome._replace(
-            num_pages=min(outcome.num_pages, so_far.num_pages),
+            num_pages=num_pages,
             hashes=outcome.hashes or so_far.hashes,
             error=so_far.error or outcome.error,
             reason=so_far.reason or outcome.reason,
             duration_s=max(outcome.duration_s, so_far.duration_s),
             num_adopted=min(outcome.num_adopted, so_far.num_adopted),
+            damaged_end=damaged_end if damaged_end > num_pages else 0,
         )
         if seen + 1 == self._num_workers:
             return least

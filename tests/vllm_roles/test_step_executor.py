@@ -37,6 +37,22 @@ def test_a_result_is_the_least_of_all_workers_and_as_slow_as_the_slowest() -> No
     assert (result.num_pages, result.error, result.duration_s) == (1, "gone", 3.0)
 
 
+@pytest.mark.parametrize("is_turned", [False, True])
+@pytest.mark.parametrize(
+    "outcomes,least", [(((4, 0), (2, 4)), (2, 4)), (((1, 0), (2, 4)), (1, 0)), (((2, 5), (3, 4)), (2, 4))]
+)
+def test_damage_reaches_as_far_as_all_workers_have_pages_or_know_of_damage(
+    outcomes: tuple[tuple[int, int], ...], least: tuple[int, int], is_turned: bool
+) -> None:
+    """Whichever worker answers last."""
+    executor = StepExecutor(2)
+    ticket = executor.query(ROWS)
+    for num_pages, damaged_end in reversed(outcomes) if is_turned else outcomes:
+        executor.answer(Result(ticket, JobKind.QUERY, num_pages, damaged_end=damaged_end))
+    (result,) = executor.poll()
+    assert (result.num_pages, result.damaged_end) == least
+
+
 def test_an_order_that_does_not_fit_its_pages_is_refused() -> None:
     executor = StepExecutor(1)
     with pytest.raises(Misuse, match="2 hashes for 3 pages"):
