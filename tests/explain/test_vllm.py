@@ -62,6 +62,20 @@ def test_what_is_on_the_host_and_slower_than_computing_is_not_loaded() -> None:
     assert shown(serve(vllm, "b")) == new(0, Reason.PREDICTED_SLOWER)
 
 
+def test_a_load_that_was_weighed_for_an_earlier_lookup_counts_no_more() -> None:
+    vllm = MiniVLLM(World(budget=40))
+    serve(vllm, "a")
+    gate: Any = vllm.role.no_regret
+    gate.takes = lambda transfer, num_pages, *more: False
+    one = request("b", PAGES + 2)
+    vllm.role.arrived(one)
+    assert vllm.role.lookup(one, 0) == 0, "slower than computing; and vLLM has no blocks for it yet"
+    assert vllm.role.lookup(one, PAGES * S) == 0, "by now vLLM has them itself"
+    vllm.role.allocated(one, lambda: [], 0)
+    spans = shown(vllm.role.explanations.one("b")["spans"])
+    assert spans[:2] == [(0, PAGES * S, "device"), (PAGES * S, (PAGES + 2) * S, Reason.NEVER_SEEN.value)]
+
+
 def test_what_another_request_computes_at_the_same_time() -> None:
     vllm = MiniVLLM(World(budget=40))
     for name in ("a", "b"):

@@ -160,6 +160,8 @@ class SchedulerRole:
         tracked = self.requests.get(request.request_id)
         if tracked is None or not self.index.is_open or request.skip_reading_prefix_cache:
             return 0
+        if tracked.local_tokens != local_tokens:
+            tracked.gated = 0, False  # it was of other pages
         tracked.local_tokens, tracked.is_promised = local_tokens, False
         if request.num_computed_tokens == 0:  # it begins, for the first time or again: nothing of it is old
             tracked.num_saved, tracked.is_stale, tracked.has_blocks = 0, False, False
@@ -173,7 +175,7 @@ class SchedulerRole:
         if found.is_arriving and self._may_wait(tracked):
             return None
         num_tokens = found.num_pages * self.index.page_size - local_tokens
-        if num_tokens <= 0 or not self._is_worth_loading(tracked, num_tokens // self.index.page_size):
+        if not self._is_worth_loading(tracked, num_tokens // self.index.page_size):
             return 0
         tracked.is_promised = True
         return num_tokens
@@ -183,8 +185,9 @@ class SchedulerRole:
         return (request.num_tokens - 1) // self.index.page_size
 
     def _is_worth_loading(self, tracked: Tracked, num_pages: int) -> bool:
-        """The gate's decision, made once for as long as a request asks for the same."""
-        if not num_pages:
+        """The gate's decision, made once for as long as a request asks for the same. False of no pages."""
+        if num_pages <= 0:
+            tracked.gated = 0, False
             return False
         if tracked.gated[0] != num_pages:
             tracked.gated = num_pages, self.device.takes(num_pages)
