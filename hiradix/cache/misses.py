@@ -98,7 +98,11 @@ class Misses:
             yield Span(at, whole, TokenSource.COMPUTED, reason, detail)
             at = whole
         if at < end:
-            yield Span(at, end, TokenSource.COMPUTED, Reason.BOUNDARY, "less than a page, or the last token")
+            is_rest = end - whole <= size + key.space.lookahead
+            detail = (
+                "less than a page, or the last token" if is_rest else "its log probabilities are asked for"
+            )
+            yield Span(at, end, TokenSource.COMPUTED, Reason.BOUNDARY, detail)
 
     def _gone(self, node: Node, key: RadixKey, end: int, skipped: int) -> Iterator[tuple[Departure, int]]:
         """Yield the departures of the pages of `key` behind `node` and `skipped` more, alike ones together,

@@ -750,11 +750,14 @@ class PrefixCache:
 
     # -- explanations -------------------------------------------------------------------
 
-    def explain(self, req: RequestLike, hit: Hit, refused: SupportsIndex = 0) -> Explanation | None:
+    def explain(
+        self, req: RequestLike, hit: Hit, refused: SupportsIndex = 0, looked_up: SupportsIndex | None = None
+    ) -> Explanation | None:
         """The source of each token of a request's prompt, as it is admitted; None where nothing is remembered
         (`CacheInitParams.explain_names`).
 
         hit: what it has. refused: so many tokens behind the device's that the host has were not loaded.
+        looked_up: first tokens that were looked up; None: all but the last, which is always computed.
         """
         misses = self.cache.misses
         if misses is None:
@@ -769,7 +772,7 @@ class PrefixCache:
                 end, reason, waited_s = found
                 withheld.append(Withheld(end * self.page_size, reason, "in storage", waited_s))
         prompt = req.origin_input_ids
-        key = self._key(prompt[: len(prompt) - 1], req)  # the last token is always computed
+        key = self._key(prompt[: len(prompt) - 1 if looked_up is None else index(looked_up)], req)
         return misses.explain(req.rid, key, len(prompt), hit, withheld)
 
     # -- storage: while serving ---------------------------------------------------------

@@ -87,6 +87,14 @@ def test_what_nobody_sent_before_was_never_seen(make_cached: MakeEngine) -> None
     assert [reason for _, _, reason in reasons(longer)] == [Reason.NEVER_SEEN, Reason.BOUNDARY]
 
 
+def test_a_prompt_whose_log_probabilities_are_asked_for_is_not_looked_up(make_cached: MakeEngine) -> None:
+    engine, prompt = make_cached(cache=DEVICE_ONLY), prompt_of(1)
+    ask(engine, prompt)
+    engine.add_request("r", prompt, SamplingParams(max_new_tokens=1, prompt_logprobs=0), Scope())
+    found = checked(drain(engine)["r"], prompt, engine)
+    assert reasons(found) == [(0, 99, Reason.BOUNDARY)] and "log probabilities" in found.spans[0].detail
+
+
 @pytest.mark.parametrize(
     ("at", "cause"),
     [(PAGE + 3, "a timestamp in the system prompt"), (3 * PAGE, "tool order"), (70, "a block that is empty")],

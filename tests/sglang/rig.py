@@ -79,6 +79,8 @@ class Request:
     cached_tokens_host: int = 0
     cached_tokens_storage: int = 0
     priority: int | None = None
+    return_logprob: bool = False
+    logprob_start_len: int = -1
     is_finished: bool = False
     full_untruncated_fill_ids: array[int] = field(default_factory=lambda: array("q"))
 
@@ -194,7 +196,8 @@ class Rig:
         """Match all but the last token, as a request does before it runs."""
         req.refresh_fill_ids()
         tokens = req.full_untruncated_fill_ids
-        key = RadixKey(tokens, req.extra_key, limit=len(tokens) - 1, cache_salt=req.cache_salt)
+        limit = min(len(tokens) - 1, req.logprob_start_len) if req.return_logprob else len(tokens) - 1
+        key = RadixKey(tokens, req.extra_key, limit=limit, cache_salt=req.cache_salt)
         params = MatchPrefixParams(key=key, req=req, cow_mamba=self.has_states)
         found = self.cache.match_prefix(params)
         req.prefix_len, req.last_node = found.device_prefix_len, found.last_device_node

@@ -290,9 +290,13 @@ class HiRadixHostCache(HiRadixPrefixCache):
         super().checkpoint(req, up_to=up_to, **more)
 
     def _prompt_key(self, req: Any) -> RadixKey:
-        """The key of its prompt without the last token, which is always computed."""
+        """The key of what SGLang looks up of its prompt: not the last token, which is always computed, nor
+        tokens whose log probabilities are asked for."""
         space = self._space(req.extra_key, req.cache_salt or None, self.is_eagle)
-        return RadixKey.first(req.origin_input_ids, max(0, len(req.origin_input_ids) - 1), space)
+        num_tokens = len(req.origin_input_ids) - 1
+        if getattr(req, "return_logprob", False) and req.logprob_start_len >= 0:
+            num_tokens = min(num_tokens, req.logprob_start_len)
+        return RadixKey.first(req.origin_input_ids, max(0, num_tokens), space)
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         self._prefetcher.abort(_handle(req))

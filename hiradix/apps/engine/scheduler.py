@@ -389,7 +389,7 @@ class Scheduler:
             cached_device=hit.device,
             cached_host=hit.host,
             cached_storage=hit.storage,
-            explanation=self._cache.explain(request, hit, refused),
+            explanation=self._cache.explain(request, hit, refused, 0 if request.num_unscored else None),
         )
 
     # -- slots --------------------------------------------------------------------------
