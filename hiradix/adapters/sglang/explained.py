@@ -27,21 +27,23 @@ class RequestExplainer:
 
     @staticmethod
     def refused(req: Any, end: int, reason: Reason | None) -> None:
-        """Tokens up to `end` of its prompt are on the host and were not loaded."""
-        req.hiradix_refused = Withheld(end, reason or Reason.DAMAGED, "on the host")
+        """Note that tokens up to `end` of its prompt are on the host and were not loaded. A later lookup, which
+        makes another key, is not about them."""
+        req.hiradix_refused = req.hiradix_key, Withheld(end, reason or Reason.DAMAGED, "on the host")
 
     def explain(self, req: Any, handle: Any, make_key: Callable[[Any], RadixKey]) -> None:
         """Explain `req`, before what it has computed enters the tree; after the first time it does nothing.
 
-        make_key: gives the key of its prompt without the last token, which is always computed. handle: of its
-        prefetch.
+        make_key: gives the key of the part of its prompt that was looked up. handle: of its prefetch.
         """
         if getattr(req, "hiradix_explained", False) or not hasattr(req, "cached_tokens_device"):
             return
         req.hiradix_explained = True
         withheld = []
-        if (refused := getattr(req, "hiradix_refused", None)) is not None:
+        key, refused = getattr(req, "hiradix_refused", (None, None))
+        if refused is not None and key is req.hiradix_key:
             withheld.append(refused)
+        req.hiradix_refused = None, None
         if (found := self._prefetcher.pop_withheld(handle)) is not None:
             end, reason, waited_s = found
             withheld.append(Withheld(end * self._page_size, reason, "in storage", waited_s))
