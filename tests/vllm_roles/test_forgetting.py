@@ -1,6 +1,8 @@
-"""What is forgotten between calls of vLLM's scheduler: what was promised, and what a first step computes."""
+"""Wishes between calls of vLLM's scheduler: forgets of what was promised, and of what a first step computes."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from hiradix.adapters.vllm.scheduler_plan import StepRequest
 from hiradix.intents import Intent, IntentState, Receipt, Selector, Verb
@@ -103,3 +105,15 @@ def test_storage_alone_forgets_what_was_on_its_way_there() -> None:
     ended = vllm.role.intents.receipt(wish.id)
     assert ended is not None and ended.state is IntentState.DONE, ended
     assert not store
+
+
+def test_a_wish_of_a_prompt_shorter_than_a_page_is_about_no_other_prompt() -> None:
+    """The key of its whole pages has no tokens, and would name all of its tenant's."""
+    vllm = MiniVLLM(World(budget=40), [{}])
+    vllm.add(request("a", 4, cache_salt="x"))
+    vllm.drain()
+    one: Any = request("b", 0, cache_salt="x")
+    one.kv_transfer_params = {"hiradix": [{"verb": "locate"}, {"verb": "bring", "target": "storage"}]}
+    vllm.role.arrived(one)
+    located, brought = vllm.role.take_wishes(one) or []
+    assert located["found"]["host"]["tokens"] == 0 and "1 tokens" in brought["selector"]

@@ -264,8 +264,8 @@ class SchedulerRole:
         tracked = self.requests.get(request.request_id)
         if tracked is None:
             return [{"message": "nothing of this request is cached here", "field": WISHES}]
-        num_pages = tracked.ended().prompt_tokens // self.index.page_size
-        selector = Selector.prefix(tracked.key(num_pages, self.index.page_size))
+        # All its tokens: a key of none, which the whole pages of a short prompt are, would name its namespace.
+        selector = Selector.prefix(tracked.key(tracked.ended().prompt_tokens, page_size=1))
         answers = answers_of_request([] if given is None else given, selector, self.intents.submit)
         return answers + answers_of_hints(hints, selector, self.intents.submit)
 
