@@ -12,6 +12,7 @@ from hiradix.cache.intents.table import MAX_RECEIPT_TOKENS
 from hiradix.intents import ANY_SESSION, COMMON, BadIntent, Intent, IntentState, Receipt, Selector, Verb
 from hiradix.intents.limits import IntentLimits
 from hiradix.tree import RadixKey, Tier
+from hiradix.tree.merge import merge_path
 from tests.intents.world import GENEROUS, WIDE, IntentWorld, key_of, prefix
 
 LONG = key_of(1, 2, 3, 4, 5, 6)
@@ -382,6 +383,40 @@ def test_persist_leaves_out_what_is_being_forgotten_when_it_begins():
     assert len(w.storage.pages) == 2
     w.release(running)
     w.quiet()
+    w.end()
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_storage_forgets_what_a_request_that_ran_puts_there_again(is_early):
+    """It was matched before, and its first use is counted while the names are told one after the other."""
+    w = world(intents=replace(WIDE, pages_per_tick=2))
+    w.cache.attach_storage(w.stores)
+    key = key_of(1, 2, 3, salt="a")
+    w.seed(key, key_of(1, 2, 9, salt="a"))
+    wish = Intent(Verb.FORGET, Selector.prefix(RadixKey([], cache_salt="a")), ("storage",))
+    forget = w.cache.intents.submit(wish)
+    w.cache.tick()
+    if not is_early:
+        w.driver.run()  # storage has been told by then
+    w.cache.inserted(w.cache.tree.find(key))
+    w.quiet()
+    assert w.now(forget).state is IntentState.DONE and not w.storage.pages
+    w.end()
+
+
+def test_storage_forgets_nodes_that_were_merged_into_one_that_it_was_told():
+    w = world(intents=replace(WIDE, pages_per_tick=1))
+    w.cache.attach_storage(w.stores)
+    w.seed(key_of(1, 2, salt="a"), key_of(1, 2, 3, salt="a"))
+    w.cache.tree.forget_stored()
+    wish = Intent(Verb.FORGET, Selector.prefix(RadixKey([], cache_salt="a")), ("storage",))
+    forget = w.cache.intents.submit(wish)
+    w.cache.tick()  # tells the names of the deepest node
+    tree = w.cache.tree
+    merge_path(tree._residencies, tree.find(key_of(1, 2, 3, salt="a")))  # as an unlock does
+    assert sum(1 for _ in tree.nodes()) == 1
+    w.quiet()
+    assert w.now(forget).state is IntentState.DONE and not w.storage.pages
     w.end()
 
 

@@ -57,7 +57,9 @@ class Forgetting(IntentJob):
         self._tiers = [TIERS_BY_NAME[name] for name in intent.tiers if name in planner.tiers]
         self._is_stored = "storage" in intent.tiers
         self._going_down: set[Node] = set()  # as of the last look
-        self._named: set[Node] = set()  # whose names storage was told, or is told with those of their branch
+        # Nodes whose names storage is told, or was (`_told`), each with its first page then: they may be merged.
+        self._named: dict[Node, int] = {}
+        self._told: set[Node] = set()
         self._num_open = 0  # deletions that storage has not answered
         self._left: list[DeletePayload] = []  # of those that follow what is in the tree
         self._faults: list[str] = []
@@ -100,7 +102,7 @@ class Forgetting(IntentJob):
             self._left.append(DeletePayload(rows, num_pages - branch.cut, continues=True))
             for node in tree.path(tree.find(branch.key)):
                 node.stored = node.boundary_stored = False
-                self._named.add(node)
+                self._named[node] = node.start
         if selector.kind is SelectorKind.EVERYTHING:
             self._left.append(DeletePayload(_no_rows(tree), is_all=True))
         elif selector.kind is SelectorKind.TENANT:
@@ -123,6 +125,7 @@ class Forgetting(IntentJob):
         if self._has_dropped_all():
             while self._left and self._num_open < MAX_DELETIONS:
                 self._order(self._left.pop(0))
+                self._told.update(self._named)
             if not self._left and not self._num_open:
                 self.end(*((IntentState.FAILED, self._faults[0]) if self._faults else (IntentState.DONE,)))
         if self.is_open and self.is_over:
@@ -155,7 +158,14 @@ class Forgetting(IntentJob):
     def _is_due(self, node: Node) -> bool:
         if node in self._going_down or any(node.resident(tier) for tier in self._tiers):
             return True
-        return self._is_stored and node not in self._named
+        return self._is_stored and self._has_untold(node)
+
+    def _has_untold(self, node: Node) -> bool:
+        """Whether storage is still to be told the names of `node`: for the first time, or again, as a request
+        that ran had it stored since."""
+        if node.start < self._named.get(node, node.end):
+            return True
+        return node in self._told and (node.stored or node.boundary_stored)
 
     def _find_going_down(self) -> set[Node]:
         """The nodes that running copies and backups bring to a tier that this wish empties, storage too."""
@@ -185,7 +195,7 @@ class Forgetting(IntentJob):
         payload = None
         if node in self._going_down:
             return False
-        if self._is_stored and node not in self._named:
+        if self._is_stored and self._has_untold(node):
             payload = DeletePayload(planner.tree.page_rows(node, node.start), node.num_pages)
         for tier in self._tiers:
             if node.resident(tier):
@@ -196,9 +206,12 @@ class Forgetting(IntentJob):
         if node.parent is None and self._learner is not None:
             self._learner.forget_node(node)
         if payload is not None:
-            self._named.add(node)
+            self._named[node] = node.start
+            self._told.add(node)
             node.stored = node.boundary_stored = False
             self._order(payload)
+            if not self._left:  # what comes last was ordered already
+                self._left.append(DeletePayload(_no_rows(planner.tree), is_last=True))
         return True
 
     def _count(self, freed: list[Freed]) -> None:
@@ -247,6 +260,7 @@ class Forgetting(IntentJob):
         self._removal = None
         self._going_down.clear()
         self._named.clear()
+        self._told.clear()
         self._left.clear()
 
     def reset(self) -> None:
