@@ -53,6 +53,7 @@ PATH = "/hicache/storage-backend"
 NAME, KEYS = "hicache_storage_backend", "hicache_storage_backend_extra_config_json"
 POLICY, PREPARED = "hicache_storage_prefetch_policy", "name"
 MAX_BODY_BYTES = 1 << 20
+MAX_DIGITS = 20  # of a length
 
 
 @dataclass(frozen=True)
@@ -233,7 +234,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _length(self) -> int:
         text = self.headers.get("Content-Length", "0")
-        return min(int(text), MAX_BODY_BYTES) if text.isascii() and text.isdigit() else 0
+        is_number = text.isascii() and text.isdigit() and len(text) < MAX_DIGITS
+        return min(int(text), MAX_BODY_BYTES) if is_number else 0
 
     def _answer(self, status: int, body: Mapping[str, Any]) -> None:
         data = json.dumps(body).encode()

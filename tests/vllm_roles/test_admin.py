@@ -124,6 +124,13 @@ def test_keys_and_paths_are_checked(server: AdminServer, asked: Asked) -> None:
         AdminServer(server.port, AdminCalls(lambda *what: None, dict))
 
 
+def test_a_length_of_thousands_of_digits_is_none(server: AdminServer) -> None:
+    headers = {"Authorization": f"Bearer {KEY}".encode(), "Content-Length": "9" * 5000}
+    asking = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    asking.request("PUT", PATH, None, headers)
+    assert asking.getresponse().status == 400
+
+
 def test_explanations_are_shown_with_the_key_alone() -> None:
     explanations = RecentExplanations()
     for name in ("a/b", "c"):
