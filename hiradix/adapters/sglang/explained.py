@@ -29,7 +29,10 @@ class RequestExplainer:
     def refused(req: Any, end: int, reason: Reason | None) -> None:
         """Note that tokens up to `end` of its prompt are on the host and were not loaded. A later lookup, which
         makes another key, is not about them."""
-        req.hiradix_refused = req.hiradix_key, Withheld(end, reason or Reason.DAMAGED, "on the host")
+        req.hiradix_refused = (
+            getattr(req, "hiradix_key", None),
+            Withheld(end, reason or Reason.DAMAGED, "on the host"),
+        )
 
     def explain(self, req: Any, handle: Any, make_key: Callable[[Any], RadixKey]) -> None:
         """Explain `req`, before what it has computed enters the tree; after the first time it does nothing.
@@ -41,7 +44,7 @@ class RequestExplainer:
         req.hiradix_explained = True
         withheld = []
         key, refused = getattr(req, "hiradix_refused", (None, None))
-        if refused is not None and key is req.hiradix_key:
+        if refused is not None and key is getattr(req, "hiradix_key", None):
             withheld.append(refused)
         req.hiradix_refused = None, None
         if (found := self._prefetcher.pop_withheld(handle)) is not None:
