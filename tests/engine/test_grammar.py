@@ -176,6 +176,20 @@ def test_one_that_would_take_minutes_is_ended_and_the_next_is_compiled(
         forms.of_lark("root ::= " + " " * 17_000)
 
 
+def test_one_that_needs_much_stack_ends_its_own_process_alone(make_engine: MakeEngine) -> None:
+    """Rules within rules: the library calls itself for each. A thread has 2 MiB where the stack is unlimited."""
+    grammars = make_engine(cache=PAGES).grammars
+    assert grammars is not None
+
+    def nested(depth: int) -> str:
+        rules = "\n".join(f't{level}: "a" t{level + 1}' for level in range(depth))
+        return forms.of_lark(f'start: t0\n{rules}\nt{depth}: "b"')
+
+    with pytest.raises(RequestError, match="^grammar: compiling it ended its process with exit code -11"):
+        grammars.check(nested(600))
+    grammars.check(nested(200))
+
+
 def test_tool_markers_say_why_an_answer_ended(make_engine: MakeEngine) -> None:
     engine = make_engine(cache=PAGES)
     called = replace(WARM, grammar=forms.of_choice(["<call>x"]), tool_markers=("<call>",))

@@ -23,6 +23,7 @@ MAX_KEPT = 64
 MAX_CHARS = 1 << 20  # of one form's text
 MAX_GBNF_CHARS = 1 << 14  # which is translated first, in a time that grows with its square
 MEMORY_BYTES = 2 << 30  # of addresses, of the process that compiles first
+STACK_BYTES = 1 << 20  # of that process; threads of this one, which compile it again, have 2 MiB at least
 MAX_COMPILE_S = 5.0  # of the processor: the engine may have to do it again, and its other ranks do
 
 
@@ -122,7 +123,7 @@ class Grammars:
         size = max(self._vocab_size, len(self._tokenizer))
         added = self._tokenizer.added_tokens_decoder.items()
         special = {token: str(text) for token, text in added if token < size}
-        limits = {"seconds": MAX_COMPILE_S, "bytes": MEMORY_BYTES}
+        limits = {"seconds": MAX_COMPILE_S, "bytes": MEMORY_BYTES, "stack": STACK_BYTES}
         ends = [token for token in self._ends if token < size] or [size - 1]
         return {"vocab_size": size, "special": special, "ends": ends, "limits": limits}
 
