@@ -63,8 +63,14 @@ def test_choice_and_regex_end_by_themselves(make_engine: MakeEngine, temperature
 )
 def test_a_grammar_in_either_notation(make_engine: MakeEngine, text: str) -> None:
     engine = make_engine(cache=PAGES)
-    for answer in serve(engine, prompts([20, 12], seed=2), replace(WARM, grammar=forms.of_lark(text))):
+    for answer in serve(engine, prompts([20, 12], seed=2), replace(WARM, grammar=forms.of_grammar(text))):
         assert re.fullmatch("yes|no[0-9]", answer.text)
+
+
+def test_texts_of_a_choice_may_look_like_the_other_notation(make_engine: MakeEngine) -> None:
+    grammars = make_engine(cache=PAGES).grammars
+    assert grammars is not None
+    grammars.check(forms.of_choice(["a ::= b", "c" * 17_000]))
 
 
 def test_behind_a_hit_the_answer_is_the_same(make_engine: MakeEngine) -> None:
@@ -173,7 +179,7 @@ def test_one_that_would_take_minutes_is_ended_and_the_next_is_compiled(
     special = forms.of_lark('start: "a" <[1]>')
     assert grammars._child.ask(json.dumps({"grammar": special})) == {"error": ""}
     with pytest.raises(RequestError, match="^grammar: in GBNF, longer than 16384 characters"):
-        forms.of_lark("root ::= " + " " * 17_000)
+        forms.of_grammar("root ::= " + " " * 17_000)
 
 
 def test_one_that_needs_much_stack_ends_its_own_process_alone(make_engine: MakeEngine) -> None:

@@ -205,16 +205,22 @@ def of_choice(texts: Sequence[str]) -> str:
 
 
 def of_lark(text: str) -> str:
-    """The grammar that a text in Lark's notation describes; one with `::=` is read as GBNF."""
-    library, text = _library(), _bounded(text)
+    """The grammar that a text in Lark's notation describes."""
+    grammar: str = _library().LLMatcher.grammar_from_lark(_bounded(text))
+    return grammar
+
+
+def of_grammar(text: str) -> str:
+    """The grammar that a text in Lark's notation or, where it has `::=` in it, in GBNF describes."""
     if "::=" in text:
+        _library()
         from llguidance.gbnf_to_lark import any_to_lark
 
         if len(text) > MAX_GBNF_CHARS:
             raise RequestError(f"grammar: in GBNF, longer than {MAX_GBNF_CHARS} characters")
+        text = _bounded(text)
         try:
             text = any_to_lark(text)
         except Exception as error:  # it raises what it likes
             raise RequestError(f"grammar: {error}") from error
-    grammar: str = library.LLMatcher.grammar_from_lark(text)
-    return grammar
+    return of_lark(text)
