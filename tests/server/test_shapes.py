@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from hiradix.apps.engine.api import SamplingParams
-from tests.server.scripted import ScriptedService, application, piece
+from tests.server.scripted import CharTokenizer, ScriptedService, application, piece
 
 CHAT, TEXT = "chat/completions", "completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -203,6 +204,21 @@ def test_a_stream_has_the_prompts_logprobs_where_its_first_token_shows_no_text(p
     shown = [one["choices"][0] if path == TEXT else one for one in chunks]
     found = [one["prompt_logprobs"] for one in shown if "prompt_logprobs" in one]
     assert len(found) == 1 and found[0][0] is None and found[0][1]["98"]["decoded_token"] == "b"
+
+
+def test_a_long_prompts_logprobs_are_shown_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    long = replace(piece("a"), prompt_logprobs=piece("b" * 400).logprobs)
+    service = ScriptedService([long, piece("c", "stop")])
+    threads = {"a": "", "b": "", "c": ""}
+
+    def named(_: object, token_id: int) -> str:
+        threads[chr(token_id)] = threading.current_thread().name
+        return chr(token_id)
+
+    monkeypatch.setattr(CharTokenizer, "token_text", named)
+    body = {"prompt": "ab", "logprobs": 0, "prompt_logprobs": 1, "stream": True}
+    assert "[DONE]" in TestClient(application(service)).post("/v1/completions", json=body).text
+    assert threads["b"] == "hiradix-off-loop" != threads["c"]
 
 
 def test_tool_messages_reach_the_template_and_usage_comes_with_each_chunk() -> None:
