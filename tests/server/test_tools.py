@@ -45,6 +45,18 @@ ANSWERS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
         [("get", {"city": "Bonn", "n": 3})],
     ),
     (
+        "qwen3_coder",
+        "<tool_call><function=get><parameter=a>NaN</parameter><parameter=b>-1e999</parameter></function></tool_call>",
+        "",
+        [("get", {"a": "NaN", "b": "-1e999"})],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"arguments": {"x": NaN}, "name": "f"}',
+        '<tool_call>{"arguments": {"x": NaN}, "name": "f"}',
+        [],
+    ),
+    (
         "mistral",
         '[TOOL_CALLS][{"name": "get", "arguments": {"x": 1}}, {"name": "now", "arguments": {}}]',
         "",
@@ -88,6 +100,7 @@ ANSWERS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("llama3_json", "It is warm.", "It is warm.", []),
     ("pythonic", "[get(x=1)]", "", [("get", {"x": 1})]),
     ("pythonic", "[1] is a source", "[1] is a source", []),
+    ("pythonic", "[get(x=1e999)]", "[get(x=1e999)]", []),
     ("json", '{"name": "get", "arguments": {"x": 1}}', "", [("get", {"x": 1})]),
     ("json", '{"just": "json"}', '{"just": "json"}', []),
 ]

@@ -106,16 +106,19 @@ def _xml(text: str) -> Calls:
 
 
 def _json(value: Any) -> str:
-    """The value as JSON; half a surrogate pair, which UTF-8 has no bytes for, stays escaped."""
-    text = json.dumps(value, ensure_ascii=False)
+    """The value as JSON; half a surrogate pair, which UTF-8 has no bytes for, stays escaped. ValueError for
+    numbers that JSON has not: NaN and infinities."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return text if is_text(text) else json.dumps(value)
 
 
 def _json_or_text(text: str) -> Any:
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError):
         return text
+    return value
 
 
 _DEEPSEEK_CALL = re.compile(
@@ -475,7 +478,10 @@ def _call_of(text: str, form: ToolFormat) -> tuple[str, str] | None:
     arguments = value.get("arguments", value.get("parameters", {}))
     if not isinstance(name, str) or not name or not isinstance(arguments, dict | str):
         return None
-    text = arguments if isinstance(arguments, str) else _json(arguments)
+    try:
+        text = arguments if isinstance(arguments, str) else _json(arguments)
+    except (ValueError, RecursionError):
+        return None
     return (name, text) if is_text(name) and is_text(text) else None
 
 
