@@ -300,6 +300,12 @@ def test_an_error_is_told_in_few_words() -> None:
     assert str(caught.value).startswith("refused them: no no ") and len(str(caught.value)) < 1100
 
 
+def test_an_error_that_repeats_half_a_character_can_be_sent() -> None:
+    with pytest.raises(TemplateError) as caught:
+        rendered("{{ raise_exception(messages[0].content) }}", [{"content": "half \ud83d"}])
+    assert str(caught.value) == "refused them: half \\ud83d"
+
+
 def test_its_process_has_no_keys_and_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C is for the server, which answers what it has begun."""
     monkeypatch.setenv("A_KEY", "sesam")
