@@ -20,6 +20,7 @@ from hiradix.apps.engine.child_process import ChildError, LimitedChild
 
 INSTALL_HINT = "needs pip install 'hiradix[structured]'"
 MAX_KEPT = 64
+MAX_KEPT_CHARS = 4 << 20  # of their texts: one of a million may take 100 MB compiled
 MAX_CHARS = 1 << 20  # of one form's text
 MAX_GBNF_CHARS = 1 << 14  # which is translated first, in a time that grows with its square
 MEMORY_BYTES = 2 << 30  # of addresses, of the process that compiles first
@@ -101,7 +102,9 @@ class Grammars:
         with self._lock:
             self._known[grammar] = known
             self._known.move_to_end(grammar)
-            if len(self._known) > MAX_KEPT:
+            while len(self._known) > MAX_KEPT or (
+                len(self._known) > 1 and sum(map(len, self._known)) > MAX_KEPT_CHARS
+            ):
                 self._known.popitem(last=False)
             return Matcher(known.deep_copy())
 
