@@ -206,6 +206,18 @@ def test_a_stream_has_the_prompts_logprobs_where_its_first_token_shows_no_text(p
     assert len(found) == 1 and found[0][0] is None and found[0][1]["98"]["decoded_token"] == "b"
 
 
+@pytest.mark.parametrize("token", [None, 5])
+def test_a_call_is_shown_where_its_mark_is_a_special_token(
+    token: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ScriptedService, "special_token", lambda _, text: token)
+    service = ScriptedService()
+    body = {"messages": USER, "tools": [TOOL]}
+    assert TestClient(application(service)).post("/v1/chat/completions", json=body).status_code == 200
+    [asked] = service.requests
+    assert asked.params.skip_special_tokens is (token is None)
+
+
 def test_a_long_prompts_logprobs_are_shown_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     long = replace(piece("a"), prompt_logprobs=piece("b" * 400).logprobs)
     service = ScriptedService([long, piece("c", "stop")])

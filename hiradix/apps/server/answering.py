@@ -94,7 +94,9 @@ class Answering:
         self._grammars = BoundedExecutor("grammars to compile", 1, MAX_GRAMMARS)
         template = "" if service.tokenizer is None else service.tokenizer.chat_template
         self._has_tools = "tools" in template
-        self.tool_format: ToolFormat = format_of(template) if tool_parser is None else FORMATS[tool_parser]
+        form = format_of(template) if tool_parser is None else FORMATS[tool_parser]
+        is_special = form.is_special or (form.begin != "" and service.special_token(form.begin) is not None)
+        self.tool_format: ToolFormat = replace(form, is_special=is_special)
 
     # -- what a body says -------------------------------------------------------------------
 

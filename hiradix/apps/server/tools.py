@@ -50,7 +50,8 @@ class ToolFormat:
     begin, end: texts before and behind a call, or a list of them; begin "": the answer is calls where it starts
     like them. parse: reads what is between, None for JSON objects of `name` and `arguments`, which are read as
     they grow. signs: texts of a chat template that say so. is_special: begin is a special token, which an
-    answer's text does not show otherwise. markers: by which the engine knows an answer that calls.
+    answer's text does not show otherwise; of some models in any family, so that the server asks. markers: by
+    which the engine knows an answer that calls.
     """
 
     name: str
