@@ -124,6 +124,7 @@ def test_grammars_are_kept_and_forgotten(make_engine: MakeEngine, monkeypatch: p
     for text in ("ab", "cd", "ef", "ab"):
         grammars.check(forms.of_choice([text]))
     assert len(grammars._known) == 2
+    assert grammars.knows(forms.of_choice(["ef"])) and not grammars.knows(forms.of_choice(["cd"]))
     monkeypatch.setattr(forms, "MAX_KEPT_CHARS", 10)
     grammars.check(forms.of_choice(["gh"]))
     assert len(grammars._known) == 1

@@ -218,6 +218,32 @@ def test_a_call_is_shown_where_its_mark_is_a_special_token(
     assert asked.params.skip_special_tokens is (token is None)
 
 
+def test_a_known_form_does_not_wait_for_anothers_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def compiles(_: object, grammar: str) -> None:
+        begun.set()
+        assert "known" not in grammar and may_end.wait(30)
+
+    monkeypatch.setattr(ScriptedService, "check_grammar", compiles)
+    monkeypatch.setattr(ScriptedService, "knows_grammar", lambda _, grammar: "known" in grammar)
+    service = ScriptedService()
+    with TestClient(application(service)) as http:
+
+        def ask(text: str) -> int:
+            return http.post("/v1/completions", json={"prompt": "ab", "guided_choice": [text]}).status_code
+
+        slow = threading.Thread(target=ask, args=("new",), daemon=True)
+        slow.start()
+        assert begun.wait(30)
+        try:
+            assert ask("known") == 200 and slow.is_alive() and len(service.requests) == 1
+        finally:
+            may_end.set()
+            slow.join(30)
+    assert len(service.requests) == 2
+
+
 def test_a_long_prompts_logprobs_are_shown_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     long = replace(piece("a"), prompt_logprobs=piece("b" * 400).logprobs)
     service = ScriptedService([long, piece("c", "stop")])

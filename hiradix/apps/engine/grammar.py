@@ -82,9 +82,7 @@ class Grammars:
         """Compile it, for `matcher` to find. RequestError where it is none, or the library is not there, or it
         takes more than MAX_COMPILE_S: first in a process that ends then, as nothing ends it in this one."""
         self._vocabulary_once()
-        with self._lock:
-            is_known = grammar in self._known
-        if not is_known:
+        if not self.knows(grammar):
             self._try(grammar)
         start_s = time.thread_time()
         self.matcher(grammar)
@@ -92,6 +90,14 @@ class Grammars:
             with self._lock:
                 self._known.pop(grammar, None)
             raise RequestError(f"grammar: takes more than {MAX_COMPILE_S:g} s to compile")
+
+    def knows(self, grammar: str) -> bool:
+        """Whether it is compiled; then it counts as used."""
+        with self._lock:
+            is_known = grammar in self._known
+            if is_known:
+                self._known.move_to_end(grammar)
+        return is_known
 
     def matcher(self, grammar: str) -> Matcher:
         """A matcher at the beginning of `grammar`. RequestError. While one is compiled others are found."""

@@ -91,6 +91,7 @@ class Answering:
         self._needs_salt = needs_salt
         self._serving: set[str] = set()
         self._long_answers = BoundedExecutor("long answers to show", 1, MAX_SHOWN)
+        self._forms = BoundedExecutor("forms of answers to read", 1, MAX_GRAMMARS)
         self._grammars = BoundedExecutor("grammars to compile", 1, MAX_GRAMMARS)
         template = "" if service.tokenizer is None else service.tokenizer.chat_template
         self._has_tools = "tools" in template
@@ -226,13 +227,11 @@ class Answering:
         if form is None:
             return asked.params
 
-        def compiled() -> str:
-            grammar = form.make()
-            self.service.check_grammar(grammar)
-            return grammar
-
         try:
-            return replace(asked.params, grammar=await self._grammars.run(compiled, GRAMMAR_TIMEOUT_S))
+            grammar = await self._forms.run(form.make, GRAMMAR_TIMEOUT_S)
+            if not self.service.knows_grammar(grammar):  # else it need not wait for those of others
+                await self._grammars.run(partial(self.service.check_grammar, grammar), GRAMMAR_TIMEOUT_S)
+            return replace(asked.params, grammar=grammar)
         except EngineBusy as error:
             raise api_error(error, form.field) from error
         except RequestError as error:
