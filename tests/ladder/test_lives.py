@@ -1,4 +1,4 @@
-"""No process of the ladder outlives a life that goes wrong; without any engine."""
+"""No process of the ladder outlives a life that goes wrong; without any engine. SGLang's: tests/sglang."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from tests.ladder.sglang import LadderServer, ServerLife, Sglang
 from tests.puppet import Puppet
-
-RUN = Sglang.runs["full"]
 
 
 class SilentPuppet(Puppet):
@@ -26,38 +23,6 @@ class SilentPuppet(Puppet):
 
     def answer(self, timeout_s: float = 0.0) -> Any:
         return super().answer(0.1)
-
-
-class FaultyServer:
-    """A server that starts, and whose calls of one name fail."""
-
-    def __init__(self, fault: str) -> None:
-        self.fault, self.is_stopped = fault, False
-
-    def launch(self) -> FaultyServer:
-        return self
-
-    def wait(self) -> None: ...
-
-    def stop(self) -> None:
-        self.is_stopped = True
-
-    def attach(self, *_: Any, **__: Any) -> None:
-        assert self.fault != "attach"
-
-    def detach(self) -> None:
-        assert self.fault != "detach"
-
-    def assert_healthy(self) -> None:
-        assert self.fault != "health"
-
-
-@pytest.mark.parametrize("fault", ["attach", "detach", "health"])
-def test_a_server_ends_whatever_fails(fault: str, tmp_path: Path) -> None:
-    server = FaultyServer(fault)
-    with pytest.raises(AssertionError):
-        ServerLife(cast(LadderServer, server), RUN, tmp_path).stop()
-    assert server.is_stopped
 
 
 def test_a_puppet_that_answers_nothing_is_killed(tmp_path: Path) -> None:
