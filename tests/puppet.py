@@ -72,10 +72,12 @@ class Puppet:
             pipe.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
 
     def stop(self) -> None:
-        """Let it end in order."""
-        if self.process.poll() is None:
-            self.ask("stop")
-        self.kill()
+        """Let it end in order; one that does not is killed."""
+        try:
+            if self.process.poll() is None:
+                self.ask("stop")
+        finally:
+            self.kill()
 
     def kill(self) -> None:
         self.process.kill()

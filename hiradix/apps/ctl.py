@@ -33,6 +33,7 @@ KEY: Final = "HIRADIX_ADMIN_API_KEY"
 URL: Final = "http://127.0.0.1:30000"
 TIMEOUT_S: Final = 60.0
 POLL_S: Final = 0.2
+ANSWER_S: Final = 1.0  # that the last question of a --wait may take longer than that
 UNDER_WAY: Final = ("accepted", "running")
 WELL: Final = ("done", "held")
 BADLY: Final = ("refused", "expired", "failed")
@@ -60,16 +61,18 @@ class AdminClient:
             self._headers["authorization"] = f"Bearer {key}"
         self._timeout_s = timeout_s
 
-    def ask(self, method: str, path: str, body: Any = None) -> Any:
-        """Send a request; the answer's JSON, or its text if it is none. Raises Refused."""
+    def ask(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
+        """Send a request; the answer's JSON, or its text if it is none. timeout_s: in place of the client's.
+        Raises Refused."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._url + path, data, self._headers, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
-                return _read(answer.read())
-        except urllib.error.HTTPError as error:
-            raise Refused(f"{error.code}: {_message(_read(error.read()))}") from None
-        except (OSError, ValueError, http.client.HTTPException) as error:
+            try:
+                with urllib.request.urlopen(request, timeout=timeout_s or self._timeout_s) as answer:
+                    return _read(answer.read())
+            except urllib.error.HTTPError as error:
+                raise Refused(f"{error.code}: {_message(_read(error.read()))}") from None
+        except (OSError, ValueError, http.client.HTTPException) as error:  # also in the midst of an answer
             raise Refused(f"{self._url} does not answer: {error}") from None
 
 
@@ -187,14 +190,19 @@ def _wish(server: AdminClient, given: argparse.Namespace) -> Any:
         body["is_whole"] = True
     if given.command == "bring":
         body |= {"target": given.target, "is_move": given.move}
-    receipt = server.ask("POST", f"/hicache/prefix/{given.command}", body)
-    if not isinstance(receipt, dict) or "state" not in receipt:
-        raise Refused(f"the answer is no receipt, but {receipt!r:.80}: is --url a cache's?")
     until = time.monotonic() + (given.wait or 0.0)
-    while given.wait and receipt["state"] in UNDER_WAY and time.monotonic() < until:
-        time.sleep(POLL_S)
-        receipt = server.ask("GET", f"/hicache/intents/{receipt['id']}")
+    receipt = _receipt(server.ask("POST", f"/hicache/prefix/{given.command}", body))
+    while receipt["state"] in UNDER_WAY and (left_s := until - time.monotonic()) > 0:
+        time.sleep(min(POLL_S, left_s))
+        patience_s = min(TIMEOUT_S, left_s + ANSWER_S)
+        receipt = _receipt(server.ask("GET", f"/hicache/intents/{receipt['id']}", timeout_s=patience_s))
     return receipt
+
+
+def _receipt(answer: Any) -> dict[str, Any]:
+    if isinstance(answer, dict) and {"id", "state"} <= answer.keys():
+        return answer
+    raise Refused(f"the answer is no receipt, but {answer!r:.80}: is --url a cache's?")
 
 
 def _answer(server: AdminClient, given: argparse.Namespace) -> Any:

@@ -260,7 +260,7 @@ def test_a_process_that_was_stopped_is_ended(content: str, monkeypatch: pytest.M
     chat = ChatTemplate("ok", {}, seconds=1)
     assert chat.render(HELLO) == "ok" and chat._child._process is not None
     os.kill(chat._child._process.pid, signal.SIGSTOP)
-    with pytest.raises(TemplateError, match="^ran for too long"):
+    with pytest.raises(TemplateError, match="^ran for too long: no answer within 1.1 s by the clock"):
         chat.render([{"content": content}])
     assert chat.render(HELLO) == "ok"
     chat.close()
@@ -298,6 +298,12 @@ def test_an_error_is_told_in_few_words() -> None:
     with pytest.raises(TemplateError) as caught:
         rendered("{{ raise_exception('no ' * 10 ** 6) }}")
     assert str(caught.value).startswith("refused them: no no ") and len(str(caught.value)) < 1100
+
+
+def test_an_error_that_repeats_half_a_character_can_be_sent() -> None:
+    with pytest.raises(TemplateError) as caught:
+        rendered("{{ raise_exception(messages[0].content) }}", [{"content": "half \ud83d"}])
+    assert str(caught.value) == "refused them: half \\ud83d"
 
 
 def test_its_process_has_no_keys_and_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,8 +63,14 @@ def test_choice_and_regex_end_by_themselves(make_engine: MakeEngine, temperature
 )
 def test_a_grammar_in_either_notation(make_engine: MakeEngine, text: str) -> None:
     engine = make_engine(cache=PAGES)
-    for answer in serve(engine, prompts([20, 12], seed=2), replace(WARM, grammar=forms.of_lark(text))):
+    for answer in serve(engine, prompts([20, 12], seed=2), replace(WARM, grammar=forms.of_grammar(text))):
         assert re.fullmatch("yes|no[0-9]", answer.text)
+
+
+def test_texts_of_a_choice_may_look_like_the_other_notation(make_engine: MakeEngine) -> None:
+    grammars = make_engine(cache=PAGES).grammars
+    assert grammars is not None
+    grammars.check(forms.of_choice(["a ::= b", "c" * 17_000]))
 
 
 def test_behind_a_hit_the_answer_is_the_same(make_engine: MakeEngine) -> None:
@@ -118,6 +124,10 @@ def test_grammars_are_kept_and_forgotten(make_engine: MakeEngine, monkeypatch: p
     for text in ("ab", "cd", "ef", "ab"):
         grammars.check(forms.of_choice([text]))
     assert len(grammars._known) == 2
+    assert grammars.knows(forms.of_choice(["ef"])) and not grammars.knows(forms.of_choice(["cd"]))
+    monkeypatch.setattr(forms, "MAX_KEPT_CHARS", 10)
+    grammars.check(forms.of_choice(["gh"]))
+    assert len(grammars._known) == 1
 
 
 def test_while_one_is_compiled_the_engine_finds_another(
@@ -173,7 +183,21 @@ def test_one_that_would_take_minutes_is_ended_and_the_next_is_compiled(
     special = forms.of_lark('start: "a" <[1]>')
     assert grammars._child.ask(json.dumps({"grammar": special})) == {"error": ""}
     with pytest.raises(RequestError, match="^grammar: in GBNF, longer than 16384 characters"):
-        forms.of_lark("root ::= " + " " * 17_000)
+        forms.of_grammar("root ::= " + " " * 17_000)
+
+
+def test_one_that_needs_much_stack_ends_its_own_process_alone(make_engine: MakeEngine) -> None:
+    """Rules within rules: the library calls itself for each. A thread has 2 MiB where the stack is unlimited."""
+    grammars = make_engine(cache=PAGES).grammars
+    assert grammars is not None
+
+    def nested(depth: int) -> str:
+        rules = "\n".join(f't{level}: "a" t{level + 1}' for level in range(depth))
+        return forms.of_lark(f'start: t0\n{rules}\nt{depth}: "b"')
+
+    with pytest.raises(RequestError, match="^grammar: compiling it ended its process with exit code -11"):
+        grammars.check(nested(600))
+    grammars.check(nested(200))
 
 
 def test_tool_markers_say_why_an_answer_ended(make_engine: MakeEngine) -> None:

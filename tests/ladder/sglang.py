@@ -63,9 +63,14 @@ class ServerLife(Life):
         self._has_store = pages is not None
         self._num_fillers = 0
         server.launch().wait()
-        if pages is not None:
-            keys = store.keys(pages, run.page) | {"hicache_storage_identity": "ladder"}
+        if pages is None:
+            return
+        keys = store.keys(pages, run.page) | {"hicache_storage_identity": "ladder"}
+        try:
             server.attach(store.NAME, json.dumps(keys), hicache_storage_prefetch_policy="wait_complete")
+        except BaseException:
+            server.stop()
+            raise
 
     def answer(self, prompts: Sequence[list[int]], num_tokens: int = MAX_TOKENS) -> Answers:
         return [_plain(self._server.ask(prompt, num_tokens)) for prompt in prompts]
@@ -115,10 +120,12 @@ class ServerLife(Life):
         self._server.stop()
 
     def stop(self) -> None:
-        if self._has_store:
-            self._server.detach()
-        self._server.assert_healthy()
-        self._server.stop()
+        try:
+            if self._has_store:
+                self._server.detach()
+            self._server.assert_healthy()
+        finally:
+            self._server.stop()
 
 
 def _plain(answer: Answer) -> dict[str, Any]:

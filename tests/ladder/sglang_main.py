@@ -1,6 +1,7 @@
 """`sglang.launch_server` with the ladder's store and planted copies, in each of its processes.
 
-Those that SGLang spawns import this file as their main module, too, so all of it happens here at the top.
+Those that SGLang spawns import this file as their main module, too, so all of it happens here at the top, and
+SGLang's own module is not put in its place (`alter_sys`): they would import that one.
 """
 
 import os
@@ -14,4 +15,4 @@ planted.plant(Path(os.environ["HIRADIX_LADDER_FAULT"]))
 if __name__ == "__main__":
     import runpy
 
-    runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+    runpy.run_module("sglang.launch_server", run_name="__main__")

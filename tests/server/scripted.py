@@ -122,6 +122,9 @@ class ScriptedService:
     def check_grammar(self, grammar: str) -> None:
         self.grammars.append(grammar)
 
+    def knows_grammar(self, grammar: str) -> bool:
+        return False
+
     def special_token(self, text: str) -> int | None:
         return None
 

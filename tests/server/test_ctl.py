@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import socket
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -238,7 +240,8 @@ def test_the_status_of_a_wait_says_how_it_ended(
     """The last state is answered from then on; the clock is over where none is left."""
     left = list(states)
 
-    def ask(server: AdminClient, method: str, path: str, body: object = None) -> dict[str, Any]:
+    def ask(server: AdminClient, *_: object, timeout_s: float = 0.0) -> dict[str, Any]:
+        assert timeout_s <= 10.0
         return {"id": 7, "state": left.pop(0) if len(left) > 1 else left[0]}
 
     times = iter(range(100))
@@ -262,3 +265,19 @@ def test_what_is_no_time_and_what_is_no_receipt_are_named(
     monkeypatch.setattr(AdminClient, "ask", lambda *_: "<html>")
     assert main(hold) == 1
     assert "no receipt, but '<html>'" in capsys.readouterr().err
+
+
+def test_an_answer_that_breaks_off_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of an error, too, whose text is read when it is known to be one."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def break_off() -> None:
+            with listening.accept()[0] as connection:
+                connection.recv(4096)
+                connection.sendall(b"HTTP/1.1 500 no\r\ncontent-length: 99\r\n\r\nno")
+
+        thread = threading.Thread(target=break_off, daemon=True)
+        thread.start()
+        assert main(["ctl", "--url", f"http://127.0.0.1:{listening.getsockname()[1]}", "tenants"]) == 1
+        thread.join(30)
+    assert "does not answer" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from hiradix.apps.engine.api import SamplingParams
-from tests.server.scripted import ScriptedService, application, piece
+from tests.server.scripted import CharTokenizer, ScriptedService, application, piece
 
 CHAT, TEXT = "chat/completions", "completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -203,6 +204,59 @@ def test_a_stream_has_the_prompts_logprobs_where_its_first_token_shows_no_text(p
     shown = [one["choices"][0] if path == TEXT else one for one in chunks]
     found = [one["prompt_logprobs"] for one in shown if "prompt_logprobs" in one]
     assert len(found) == 1 and found[0][0] is None and found[0][1]["98"]["decoded_token"] == "b"
+
+
+@pytest.mark.parametrize("token", [None, 5])
+def test_a_call_is_shown_where_its_mark_is_a_special_token(
+    token: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ScriptedService, "special_token", lambda _, text: token)
+    service = ScriptedService()
+    body = {"messages": USER, "tools": [TOOL]}
+    assert TestClient(application(service)).post("/v1/chat/completions", json=body).status_code == 200
+    [asked] = service.requests
+    assert asked.params.skip_special_tokens is (token is None)
+
+
+def test_a_known_form_does_not_wait_for_anothers_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def compiles(_: object, grammar: str) -> None:
+        begun.set()
+        assert "known" not in grammar and may_end.wait(30)
+
+    monkeypatch.setattr(ScriptedService, "check_grammar", compiles)
+    monkeypatch.setattr(ScriptedService, "knows_grammar", lambda _, grammar: "known" in grammar)
+    service = ScriptedService()
+    with TestClient(application(service)) as http:
+
+        def ask(text: str) -> int:
+            return http.post("/v1/completions", json={"prompt": "ab", "guided_choice": [text]}).status_code
+
+        slow = threading.Thread(target=ask, args=("new",), daemon=True)
+        slow.start()
+        assert begun.wait(30)
+        try:
+            assert ask("known") == 200 and slow.is_alive() and len(service.requests) == 1
+        finally:
+            may_end.set()
+            slow.join(30)
+    assert len(service.requests) == 2
+
+
+def test_a_long_prompts_logprobs_are_shown_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    long = replace(piece("a"), prompt_logprobs=piece("b" * 400).logprobs)
+    service = ScriptedService([long, piece("c", "stop")])
+    threads = {"a": "", "b": "", "c": ""}
+
+    def named(_: object, token_id: int) -> str:
+        threads[chr(token_id)] = threading.current_thread().name
+        return chr(token_id)
+
+    monkeypatch.setattr(CharTokenizer, "token_text", named)
+    body = {"prompt": "ab", "logprobs": 0, "prompt_logprobs": 1, "stream": True}
+    assert "[DONE]" in TestClient(application(service)).post("/v1/completions", json=body).text
+    assert threads["b"] == "hiradix-off-loop" != threads["c"]
 
 
 def test_tool_messages_reach_the_template_and_usage_comes_with_each_chunk() -> None:

@@ -45,6 +45,18 @@ ANSWERS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
         [("get", {"city": "Bonn", "n": 3})],
     ),
     (
+        "qwen3_coder",
+        "<tool_call><function=get><parameter=a>NaN</parameter><parameter=b>-1e999</parameter></function></tool_call>",
+        "",
+        [("get", {"a": "NaN", "b": "-1e999"})],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"arguments": {"x": NaN}, "name": "f"}',
+        '<tool_call>{"arguments": {"x": NaN}, "name": "f"}',
+        [],
+    ),
+    (
         "mistral",
         '[TOOL_CALLS][{"name": "get", "arguments": {"x": 1}}, {"name": "now", "arguments": {}}]',
         "",
@@ -85,9 +97,11 @@ ANSWERS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
         [("get", {"x": 1}), ("now", {})],
     ),
     ("llama3_json", '<|python_tag|>{"name": "get", "parameters": {"x": 1}}', "", [("get", {"x": 1})]),
+    ("llama3_json", '<|python_tag|>\n{"name": "get", "parameters": {}}', "", [("get", {})]),
     ("llama3_json", "It is warm.", "It is warm.", []),
     ("pythonic", "[get(x=1)]", "", [("get", {"x": 1})]),
     ("pythonic", "[1] is a source", "[1] is a source", []),
+    ("pythonic", "[get(x=1e999)]", "[get(x=1e999)]", []),
     ("json", '{"name": "get", "arguments": {"x": 1}}', "", [("get", {"x": 1})]),
     ("json", '{"just": "json"}', '{"just": "json"}', []),
 ]
@@ -125,6 +139,28 @@ def test_every_family_is_read_however_it_is_cut(form: str, answer: str, text: st
     for pieces in cuts:
         found, called, _ = read(form, pieces)
         assert (found, [(name, json.loads(arguments)) for name, arguments in called]) == (text, calls), pieces
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "[]",
+        "[1, 2]",
+        '["a", "b"]',
+        '[{"x": 1}, {"y": []}]',
+        ' {"x": 1}',
+        "BEGIN",
+        "BEGIN[ 1]",
+        "BEGIN[;,]END",
+        "BEGINEND",
+    ],
+)
+def test_what_begins_as_a_call_and_is_none_is_whole(form: str, answer: str) -> None:
+    """Such as JSON of a `response_format`, or a list."""
+    answer = answer.replace("BEGIN", FORMATS[form].begin).replace("END", FORMATS[form].end)
+    for pieces in ([answer], list(answer)):
+        assert read(form, pieces)[:2] == (answer, [])
 
 
 def test_arguments_are_handed_on_as_they_come() -> None:

@@ -34,7 +34,10 @@ def start(log: Path, **asked: Any) -> Forked:
 
 def answers(process: Forked, log: Path) -> list[tuple[list[int], int, dict[str, Any]]]:
     """What it said, when it has ended well."""
-    status = process.wait(400)
+    try:
+        status = process.wait(400)
+    finally:
+        process.kill()
     text = log.read_text(errors="replace")
     assert status == 0 and "leak" not in text, text[-4000:]
     said = json.loads(log.with_suffix(".out").read_text().splitlines()[-1])

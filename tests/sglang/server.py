@@ -112,14 +112,22 @@ class Server:
         return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
 
     def wait(self) -> Server:
-        """Until it serves, and the request it sends to itself is over, which may come before it listens."""
+        """Until it serves, and the request it sends to itself is over, which may come before it listens. One
+        that does not is ended."""
+        try:
+            self._wait()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def _wait(self) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
         while not (self._answers() and "freeze_gc" in self.log()):  # its last request to itself
             assert self.is_alive, f"SGLang ended:\n{self.log()[-4000:]}"
             assert time.monotonic() < deadline, f"SGLang does not answer:\n{self.log()[-4000:]}"
             time.sleep(0.2)
         self._started = len(self.log())
-        return self
 
     def _answers(self) -> bool:
         try:

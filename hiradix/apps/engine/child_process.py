@@ -61,7 +61,10 @@ class LimitedChild:
             self._begin()
             line = self._given + line
         answer, code = self._asked(line)
-        if answer is None or code == -signal.SIGPROF:
+        if answer is None:
+            patience_s = self._seconds + _PATIENCE_S
+            raise ChildError(f"ran for too long: no answer within {patience_s:g} s by the clock")
+        if code == -signal.SIGPROF:
             raise ChildError(f"ran for too long: not done within {self._seconds:g} s")
         if code is None:
             return answer

@@ -20,9 +20,11 @@ from hiradix.apps.engine.child_process import ChildError, LimitedChild
 
 INSTALL_HINT = "needs pip install 'hiradix[structured]'"
 MAX_KEPT = 64
+MAX_KEPT_CHARS = 4 << 20  # of their texts: one of a million may take 100 MB compiled
 MAX_CHARS = 1 << 20  # of one form's text
 MAX_GBNF_CHARS = 1 << 14  # which is translated first, in a time that grows with its square
 MEMORY_BYTES = 2 << 30  # of addresses, of the process that compiles first
+STACK_BYTES = 1 << 20  # of that process; threads of this one, which compile it again, have 2 MiB at least
 MAX_COMPILE_S = 5.0  # of the processor: the engine may have to do it again, and its other ranks do
 
 
@@ -80,9 +82,7 @@ class Grammars:
         """Compile it, for `matcher` to find. RequestError where it is none, or the library is not there, or it
         takes more than MAX_COMPILE_S: first in a process that ends then, as nothing ends it in this one."""
         self._vocabulary_once()
-        with self._lock:
-            is_known = grammar in self._known
-        if not is_known:
+        if not self.knows(grammar):
             self._try(grammar)
         start_s = time.thread_time()
         self.matcher(grammar)
@@ -90,6 +90,14 @@ class Grammars:
             with self._lock:
                 self._known.pop(grammar, None)
             raise RequestError(f"grammar: takes more than {MAX_COMPILE_S:g} s to compile")
+
+    def knows(self, grammar: str) -> bool:
+        """Whether it is compiled; then it counts as used."""
+        with self._lock:
+            is_known = grammar in self._known
+            if is_known:
+                self._known.move_to_end(grammar)
+        return is_known
 
     def matcher(self, grammar: str) -> Matcher:
         """A matcher at the beginning of `grammar`. RequestError. While one is compiled others are found."""
@@ -100,7 +108,9 @@ class Grammars:
         with self._lock:
             self._known[grammar] = known
             self._known.move_to_end(grammar)
-            if len(self._known) > MAX_KEPT:
+            while len(self._known) > MAX_KEPT or (
+                len(self._known) > 1 and sum(map(len, self._known)) > MAX_KEPT_CHARS
+            ):
                 self._known.popitem(last=False)
             return Matcher(known.deep_copy())
 
@@ -122,7 +132,7 @@ class Grammars:
         size = max(self._vocab_size, len(self._tokenizer))
         added = self._tokenizer.added_tokens_decoder.items()
         special = {token: str(text) for token, text in added if token < size}
-        limits = {"seconds": MAX_COMPILE_S, "bytes": MEMORY_BYTES}
+        limits = {"seconds": MAX_COMPILE_S, "bytes": MEMORY_BYTES, "stack": STACK_BYTES}
         ends = [token for token in self._ends if token < size] or [size - 1]
         return {"vocab_size": size, "special": special, "ends": ends, "limits": limits}
 
@@ -204,16 +214,22 @@ def of_choice(texts: Sequence[str]) -> str:
 
 
 def of_lark(text: str) -> str:
-    """The grammar that a text in Lark's notation describes; one with `::=` is read as GBNF."""
-    library, text = _library(), _bounded(text)
+    """The grammar that a text in Lark's notation describes."""
+    grammar: str = _library().LLMatcher.grammar_from_lark(_bounded(text))
+    return grammar
+
+
+def of_grammar(text: str) -> str:
+    """The grammar that a text in Lark's notation or, where it has `::=` in it, in GBNF describes."""
     if "::=" in text:
+        _library()
         from llguidance.gbnf_to_lark import any_to_lark
 
         if len(text) > MAX_GBNF_CHARS:
             raise RequestError(f"grammar: in GBNF, longer than {MAX_GBNF_CHARS} characters")
+        text = _bounded(text)
         try:
             text = any_to_lark(text)
         except Exception as error:  # it raises what it likes
             raise RequestError(f"grammar: {error}") from error
-    grammar: str = library.LLMatcher.grammar_from_lark(text)
-    return grammar
+    return of_lark(text)

@@ -1,7 +1,7 @@
 """Compiles grammars in a process of its own, which ends where that takes too long. Run by its path.
 
-A grammar comes with a request, and some are small and take the library minutes, or all memory, in one call
-that nothing in its process can interrupt. Needs llguidance alone: it starts in half a second.
+A grammar comes with a request, and some are small and take the library minutes, all memory or all of the
+stack, in one call that nothing in its process can interrupt. Needs llguidance alone: it starts in half a second.
 
 Reads a line of JSON: {"vocab_size", "special", "ends", "limits"}; `special`: texts of tokens by their ids.
 Then, for each line {"grammar"}, writes one, {"error"}: "" or what is wrong with it. Ends with its input, or by
@@ -42,6 +42,7 @@ def main() -> None:
     given = json.loads(sys.stdin.readline())
     limits = given["limits"]
     resource.setrlimit(resource.RLIMIT_AS, (limits["bytes"], limits["bytes"]))
+    resource.setrlimit(resource.RLIMIT_STACK, (limits["stack"], limits["stack"]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     tokenizer = LLTokenizer(TokenizerWrapper(BytesVocabulary(given)), eos_token=given["ends"], slices=[])

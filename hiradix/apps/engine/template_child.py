@@ -65,6 +65,8 @@ def _now(pattern: str) -> str:
 
 
 def _error(text: str) -> str:
+    """The answer that says it; half a surrogate pair, which a client cannot be sent, is escaped."""
+    text = text.encode(errors="backslashreplace").decode()
     return json.dumps({"error": text if len(text) <= MOST_TOLD else f"{text[:MOST_TOLD]}..."})
 
 

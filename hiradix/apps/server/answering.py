@@ -17,7 +17,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Send
 from starlette.types import Scope as ConnectionScope
 
-from hiradix.apps.engine.api import ChatPrompt, EngineBusy, PromptWish, RequestError, SamplingParams, Usage
+from hiradix.apps.engine.api import (
+    ChatPrompt,
+    EngineBusy,
+    PromptWish,
+    RequestError,
+    SamplingParams,
+    TokenLogprob,
+    Usage,
+)
 from hiradix.apps.server.api_request import (
     MOST_ANSWERS,
     ApiRequest,
@@ -83,10 +91,13 @@ class Answering:
         self._needs_salt = needs_salt
         self._serving: set[str] = set()
         self._long_answers = BoundedExecutor("long answers to show", 1, MAX_SHOWN)
+        self._forms = BoundedExecutor("forms of answers to read", 1, MAX_GRAMMARS)
         self._grammars = BoundedExecutor("grammars to compile", 1, MAX_GRAMMARS)
         template = "" if service.tokenizer is None else service.tokenizer.chat_template
         self._has_tools = "tools" in template
-        self.tool_format: ToolFormat = format_of(template) if tool_parser is None else FORMATS[tool_parser]
+        form = format_of(template) if tool_parser is None else FORMATS[tool_parser]
+        is_special = form.is_special or (form.begin != "" and service.special_token(form.begin) is not None)
+        self.tool_format: ToolFormat = replace(form, is_special=is_special)
 
     # -- what a body says -------------------------------------------------------------------
 
@@ -216,13 +227,11 @@ class Answering:
         if form is None:
             return asked.params
 
-        def compiled() -> str:
-            grammar = form.make()
-            self.service.check_grammar(grammar)
-            return grammar
-
         try:
-            return replace(asked.params, grammar=await self._grammars.run(compiled, GRAMMAR_TIMEOUT_S))
+            grammar = await self._forms.run(form.make, GRAMMAR_TIMEOUT_S)
+            if not self.service.knows_grammar(grammar):  # else it need not wait for those of others
+                await self._grammars.run(partial(self.service.check_grammar, grammar), GRAMMAR_TIMEOUT_S)
+            return replace(asked.params, grammar=grammar)
         except EngineBusy as error:
             raise api_error(error, form.field) from error
         except RequestError as error:
@@ -247,7 +256,7 @@ class Answering:
                 first = await anext(pieces)
             except ClientGone:
                 return Response(status_code=CLIENT_CLOSED_REQUEST)
-            return EventStream(_events(first, pieces, tally, renderer), stack.pop_all().aclose)
+            return EventStream(self._events(first, pieces, tally, renderer), stack.pop_all().aclose)
         raise AssertionError("the stack suppresses nothing")
 
     def _taken(self, job: AnswerJob) -> list[str]:
@@ -265,9 +274,37 @@ class Answering:
             tally.note(piece)
             answers.setdefault(piece.index, WholeAnswer(piece.index)).add(piece)
         ordered = [answers[index] for index in sorted(answers)]
-        shown = [item for one in ordered for item in (*one.logprobs, *one.prompt_logprobs)]
-        make = partial(_response, renderer, ordered, tally.usage)
-        return await self.show(make, sum(1 + len(item.top) for item in shown) > MANY_LOGPROBS)
+        scores = [item for one in ordered for item in (*one.logprobs, *one.prompt_logprobs)]
+        return await self.show(partial(_response, renderer, ordered, tally.usage), _are_many(scores))
+
+    async def _events(
+        self, first: Piece, rest: AsyncIterator[Piece], tally: Tally, renderer: Renderer
+    ) -> AsyncIterator[bytes]:
+        """The answer's events, in the dialect's form."""
+        for one in renderer.opening():
+            yield one
+        piece: Piece | None = first
+        try:
+            while piece is not None:
+                tally.note(piece)
+                make = partial(renderer.events, piece)
+                scores = piece.output.prompt_logprobs  # those of an answer come one by one
+                for one in await self.show(make, _are_many(scores)) if scores else make():
+                    yield one
+                piece = await anext(rest, None)
+        except (ApiError, EngineBusy, TimeoutError) as error:
+            failure = error if isinstance(error, ApiError) else api_error(error, "prompt_logprobs")
+            for one in renderer.failure(failure):
+                yield one
+        except ClientGone:
+            return
+        else:
+            for one in renderer.closing(tally.usage):
+                yield one
+
+
+def _are_many(scores: Sequence[TokenLogprob]) -> bool:
+    return sum(1 + len(item.top) for item in scores) > MANY_LOGPROBS
 
 
 def _wrapped(seed: int) -> int:
@@ -287,29 +324,6 @@ async def _pieces(run: Run, job: AnswerJob) -> AsyncIterator[Piece]:
     readers = [PieceReader(index, job.tools) for index in range(len(job.generations))]
     async for index, output in run:
         yield readers[index].read(output)
-
-
-async def _events(
-    first: Piece, rest: AsyncIterator[Piece], tally: Tally, renderer: Renderer
-) -> AsyncIterator[bytes]:
-    """The answer's events, in the dialect's form."""
-    for one in renderer.opening():
-        yield one
-    piece: Piece | None = first
-    try:
-        while piece is not None:
-            tally.note(piece)
-            for one in renderer.events(piece):
-                yield one
-            piece = await anext(rest, None)
-    except ApiError as error:
-        for one in renderer.failure(error):
-            yield one
-    except ClientGone:
-        return
-    else:
-        for one in renderer.closing(tally.usage):
-            yield one
 
 
 class EventStream(Response):

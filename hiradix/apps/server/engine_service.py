@@ -86,6 +86,10 @@ class EngineService:
             raise RequestError("response_format: needs a tokenizer, and the model directory has none")
         self._engine.grammars.check(grammar)
 
+    def knows_grammar(self, grammar: str) -> bool:
+        """Whether the grammar is compiled."""
+        return self._engine.grammars is not None and self._engine.grammars.knows(grammar)
+
     def special_token(self, text: str) -> int | None:
         """The id of a special token by its text."""
         return None if self._engine.grammars is None else self._engine.grammars.special_token(text)

@@ -213,7 +213,7 @@ class GenerationBody(AddressedBody):
                 made[name] = partial(forms.of_regex, pattern)
         for name in ("guided_grammar", "ebnf"):
             if (text := getattr(self, name)) is not None:
-                made[name] = partial(forms.of_lark, text)
+                made[name] = partial(forms.of_grammar, text)
         if self.guided_choice is not None:
             made["guided_choice"] = partial(forms.of_choice, self.guided_choice)
         if self.structured_outputs is not None:
@@ -230,7 +230,7 @@ def _structured(asked: StructuredOutputs) -> dict[str, MakeGrammar]:
     if asked.choice is not None:
         made["structured_outputs.choice"] = partial(forms.of_choice, asked.choice)
     if asked.grammar is not None:
-        made["structured_outputs.grammar"] = partial(forms.of_lark, asked.grammar)
+        made["structured_outputs.grammar"] = partial(forms.of_grammar, asked.grammar)
     if asked.json_object:
         made["structured_outputs.json_object"] = partial(forms.of_json_schema, {"type": "object"})
     return made

@@ -158,6 +158,9 @@ class Service(Protocol):
     def check_grammar(self, grammar: str) -> None:
         """Compile the grammar of an answer; RequestError where it is none. Blocks: from a thread of its own."""
 
+    def knows_grammar(self, grammar: str) -> bool:
+        """Whether `check_grammar` would find it compiled. Never blocks."""
+
     def special_token(self, text: str) -> int | None:
         """The id of the special token that is written so, None where that is plain text."""
 

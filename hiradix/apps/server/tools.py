@@ -20,6 +20,7 @@ from hiradix.apps.engine.markers import overlap
 Calls = list[tuple[str, str]]
 """Names and arguments, these as JSON."""
 PLAIN_STARTS = "{["
+PYTHON_TAG = "<|python_tag|>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,8 @@ class ToolFormat:
     begin, end: texts before and behind a call, or a list of them; begin "": the answer is calls where it starts
     like them. parse: reads what is between, None for JSON objects of `name` and `arguments`, which are read as
     they grow. signs: texts of a chat template that say so. is_special: begin is a special token, which an
-    answer's text does not show otherwise. markers: by which the engine knows an answer that calls.
+    answer's text does not show otherwise; of some models in any family, so that the server asks. markers: by
+    which the engine knows an answer that calls.
     """
 
     name: str
@@ -106,16 +108,19 @@ def _xml(text: str) -> Calls:
 
 
 def _json(value: Any) -> str:
-    """The value as JSON; half a surrogate pair, which UTF-8 has no bytes for, stays escaped."""
-    text = json.dumps(value, ensure_ascii=False)
+    """The value as JSON; half a surrogate pair, which UTF-8 has no bytes for, stays escaped. ValueError for
+    numbers that JSON has not: NaN and infinities."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return text if is_text(text) else json.dumps(value)
 
 
 def _json_or_text(text: str) -> Any:
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError):
         return text
+    return value
 
 
 _DEEPSEEK_CALL = re.compile(
@@ -266,6 +271,7 @@ class CallReader:
         self._most = most
         self._rest = ""
         self._in_calls = False
+        self._before: str | None = ""  # what may be of calls that have not come; None: one has
         self._begun = False
         self._is_behind = False  # of a call: spaces there are not text
         self._object: _GrowingObject | None = None
@@ -308,7 +314,8 @@ class CallReader:
             self._is_behind = not self._rest
         at = self._rest.find(form.begin)
         if at >= 0:
-            text, self._rest, self._in_calls = self._rest[:at], self._rest[at + len(form.begin) :], True
+            text, self._rest = self._rest[:at], self._rest[at + len(form.begin) :]
+            self._in_calls, self._before = True, form.begin
             return [TextDelta(text)] if text else []
         keep = 0 if final else overlap(self._rest, form.begin)
         text, self._rest = self._rest[: len(self._rest) - keep], self._rest[len(self._rest) - keep :]
@@ -316,36 +323,38 @@ class CallReader:
 
     def _bare(self, final: bool) -> list[Delta]:
         """A form without a mark: calls from the answer's beginning, or none at all."""
-        stripped = self._rest.lstrip()
-        if not self._begun and (not stripped or "<|python_tag|>".startswith(stripped)) and not final:
-            return []
         if not self._begun:
+            stripped = self._rest.lstrip()
+            call = stripped.removeprefix(PYTHON_TAG).lstrip()
+            if not final and (not call or PYTHON_TAG.startswith(stripped)):
+                return []
             self._begun = True
-            stripped = stripped.removeprefix("<|python_tag|>").lstrip()
-            if stripped[:1] and stripped[0] in PLAIN_STARTS:
-                self._rest, self._in_calls = stripped, True
+            if call and call[0] in PLAIN_STARTS:
+                self._before = self._rest[: len(self._rest) - len(call)]
+                self._rest, self._in_calls = call, True
                 return []
         text, self._rest = self._rest, ""
         return [TextDelta(text)] if text else []
 
     def _next_call(self, final: bool) -> list[Delta]:
-        rest = self._rest.lstrip(" \t\r\n[],;")
-        if self._form.end and rest.startswith(self._form.end):
-            self._rest, self._in_calls, self._is_behind = rest[len(self._form.end) :], False, True
-        elif rest.startswith("{"):
-            self._rest, self._object = rest, _GrowingObject()
-        elif not rest and not (final and self.num_calls == 0):
-            self._rest = ""
-        elif rest and not (self._form.end.startswith(rest) and not final):
-            return self._no_call()
+        rest, end = self._rest.lstrip(" \t\r\n[],;"), self._form.end
+        if self._before is not None:
+            self._before += self._rest[: len(self._rest) - len(rest)]
+        self._rest = rest
+        if rest.startswith("{"):
+            self._object = _GrowingObject()
+        elif self._before is None and end and rest.startswith(end):
+            self._rest, self._in_calls, self._is_behind = rest[len(end) :], False, True
+        elif final or (rest and not (rest != end and end.startswith(rest))):
+            return self._no_call("")
         return []
 
-    def _no_call(self) -> list[Delta]:
-        """Treat the rest as text, as it is no call; with the mark in front of it, unless a call followed
-        that."""
-        mark = self._form.begin if self.num_calls == 0 else ""
-        text, self._rest, self._in_calls, self._begun = mark + self._rest, "", False, True
-        return [TextDelta(text)]
+    def _no_call(self, text: str) -> list[Delta]:
+        """Treat `text` as such, as it is no call; with what is in front of it, unless a call followed that.
+        The rest is looked at anew."""
+        text = (self._before or "") + text
+        self._in_calls, self._begun = False, True
+        return [TextDelta(text)] if text else []
 
     def _grow_object(self, final: bool) -> list[Delta]:
         grown = self._object
@@ -355,9 +364,8 @@ class CallReader:
         if grown.name is None and grown.is_whole:
             call = _call_of(grown.text, self._form)
             if call is None:
-                self._object, text = None, grown.text
-                self._rest = text + self._rest
-                return self._no_call()
+                self._object = None
+                return self._no_call(grown.text)
             found += self._called([call])
         elif grown.name is not None:
             new = grown.take()
@@ -371,8 +379,7 @@ class CallReader:
         elif final:
             self._object = None
             if grown.name is None:
-                self._rest = grown.text + self._rest
-                found += self._no_call()
+                found += self._no_call(grown.text)
         return found
 
     @property
@@ -391,14 +398,14 @@ class CallReader:
             if not all(name and is_text(name) for name, _ in calls):
                 raise ValueError("a call without a name")
         except (ValueError, TypeError, RecursionError):
-            mark = form.end if at >= 0 else ""
-            self._rest = body + mark + rest
-            return self._no_call()
+            self._rest = rest
+            return self._no_call(body + (form.end if at >= 0 else ""))
         self._rest, self._in_calls, self._is_behind = rest, False, True
         return self._called(calls)
 
     def _called(self, calls: Calls) -> list[Delta]:
         found: list[Delta] = []
+        self._before = None
         for name, arguments in calls:
             self.num_calls += 1
             if not self._is_over:
@@ -475,7 +482,10 @@ def _call_of(text: str, form: ToolFormat) -> tuple[str, str] | None:
     arguments = value.get("arguments", value.get("parameters", {}))
     if not isinstance(name, str) or not name or not isinstance(arguments, dict | str):
         return None
-    text = arguments if isinstance(arguments, str) else _json(arguments)
+    try:
+        text = arguments if isinstance(arguments, str) else _json(arguments)
+    except (ValueError, RecursionError):
+        return None
     return (name, text) if is_text(name) and is_text(text) else None
 
 
