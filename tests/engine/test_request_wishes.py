@@ -5,8 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
-from hiradix.apps.engine.api import PromptWish, Scope
+import pytest
+
+from hiradix.apps.engine.api import PromptWish, SamplingParams, Scope
 from hiradix.apps.engine.ranks import _scope
+from hiradix.config import HiCacheConfig
+from hiradix.intents import Selector, Verb
+from hiradix.prefix_cache import build_prefix_cache
+from hiradix.tree import RadixKey
+from tests.engine.conftest import MakeEngine
 
 
 def test_a_requests_wishes_reach_the_other_ranks_as_they_are() -> None:
@@ -16,3 +23,28 @@ def test_a_requests_wishes_reach_the_other_ranks_as_they_are() -> None:
     scope = Scope(cache_salt="alice", session="s", wishes=(hold, told, keep))
     assert _scope(json.loads(json.dumps(asdict(scope)))) == scope
     assert _scope(asdict(Scope())) == Scope()
+
+
+@pytest.mark.parametrize("num_steps", [1, 4])
+def test_a_request_that_is_aborted_is_forgotten_too(make_engine: MakeEngine, num_steps: int) -> None:
+    """While its prompt is computed, and behind its first token."""
+    cache = HiCacheConfig(page_size=16)
+    engine = make_engine(build_cache=build_prefix_cache, cache=cache, chunked_prefill_size=32)
+    prompt = list(range(1, 81))
+    key = RadixKey(prompt, cache_salt="alice")
+
+    def found() -> int:
+        return engine.cache.locate(Selector.prefix(key)).found["device"].tokens
+
+    for wishes in ((), (PromptWish("hiradix", {"verb": "forget"}),)):
+        engine.add_request("r", prompt, SamplingParams(max_new_tokens=50), Scope(None, "alice", wishes=wishes))
+        for _ in range(num_steps):
+            engine.step()
+        assert engine.abort("r")
+        if not wishes:
+            assert found() > 0, "what was computed stays"
+    for _ in range(2):
+        engine.step()
+    assert found() == 0, "and is gone where that is wished"
+    [receipt] = [one for one in engine.cache.intents() if one.verb is Verb.FORGET]
+    assert receipt.state.value == "done"

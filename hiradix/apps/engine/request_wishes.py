@@ -48,9 +48,13 @@ class RequestWishes:
             answers.append((request.session_hint, self._hinted(request, request.session_hint)))
         return tuple({"field": field, **self._shown(found)} for field, found in answers)
 
-    def drop(self, rid: str) -> None:
-        """The request ends without an answer. What it asked for goes on."""
-        self._answers.pop(rid, None)
+    def drop(self, request: Request) -> None:
+        """The request ends without an answer, its pages in the cache: ask for forgets. What else it asked for
+        goes on."""
+        self._answers.pop(request.rid, None)
+        for wish in request.wishes:
+            if wish.body.get("verb") == FORGET:
+                self._submit(request, wish)
 
     def end_session(self, key: RadixKey, session: str) -> int:
         """End the leases of a session that goes on no more, and return their number."""
