@@ -24,6 +24,7 @@ from hiradix.errors import BadNamespace
 from hiradix.intents.records import (
     BRING_WAIT_S,
     MAX_NAME_CHARS,
+    MAX_SELECTED_CHARS,
     OPERATOR,
     TIER_NAMES,
     Amount,
@@ -178,7 +179,7 @@ def intent_of(
     values = _object(body)
     for name in values:
         if name not in FIELDS:
-            raise BadIntent(f"{name:.64}", f"not known here; known: {', '.join(FIELDS)}")
+            raise BadIntent(_plain(name), f"not known here; known: {', '.join(FIELDS)}")
     named = values.get("verb", verb)
     if verb is not None and named != verb:
         raise BadIntent("verb", f"the path says {verb}")
@@ -207,7 +208,7 @@ def selector_of(given: Any, make_key: MakeKey = plain_key, encode: Encode | None
         raise BadIntent("selector", f"expected an object with one of {', '.join(_SELECTORS)}")
     for name in given:
         if name not in (*_SELECTORS, "extra_key", "cache_salt"):
-            raise BadIntent(f"selector.{name:.64}", f"not known here; known: {', '.join(_SELECTORS)}")
+            raise BadIntent(f"selector.{_plain(name)}", f"not known here; known: {', '.join(_SELECTORS)}")
     kinds = [name for name in _SELECTORS if given.get(name) is not None]
     if len(kinds) != 1:
         raise BadIntent("selector", f"expected one of {', '.join(_SELECTORS)}, got {len(kinds)}")
@@ -219,7 +220,7 @@ def selector_of(given: Any, make_key: MakeKey = plain_key, encode: Encode | None
         if value is not True or spaces != (None, None):
             raise BadIntent("selector.everything", "expected true, and nothing beside it")
         return Selector.everything()
-    name = _text(f"selector.{kind}", value)
+    name = _text(f"selector.{kind}", value, MAX_SELECTED_CHARS)
     if kind == "tenant":
         if spaces != (None, None):
             raise BadIntent("selector.tenant", "a tenant is named by salt:SALT, key:KEY or nothing, alone")
@@ -291,10 +292,17 @@ def _flag(name: str, given: Any) -> bool:
     return given
 
 
-def _text(name: str, given: Any) -> str:
-    if not isinstance(given, str) or len(given) > MAX_NAME_CHARS:
-        raise BadIntent(name, f"expected a text of at most {MAX_NAME_CHARS} characters")
+def _text(name: str, given: Any, most: int = MAX_NAME_CHARS) -> str:
+    if not isinstance(given, str) or len(given) > most:
+        raise BadIntent(name, f"expected a text of at most {most} characters")
+    if any("\ud800" <= char <= "\udfff" for char in given):  # JSON carries it, and no answer can
+        raise BadIntent(name, "expected a text without half characters")
     return given
+
+
+def _plain(name: str) -> str:
+    """A field's name as it is shown."""
+    return f"{name:.64}".encode("ascii", "backslashreplace").decode()
 
 
 def _known(verbs: Any) -> str:

@@ -37,7 +37,9 @@ def test_a_request_that_is_aborted_is_forgotten_too(make_engine: MakeEngine, num
         return engine.cache.locate(Selector.prefix(key)).found["device"].tokens
 
     for wishes in ((), (PromptWish("hiradix", {"verb": "forget"}),)):
-        engine.add_request("r", prompt, SamplingParams(max_new_tokens=50), Scope(None, "alice", wishes=wishes))
+        engine.add_request(
+            "r", prompt, SamplingParams(max_new_tokens=50), Scope(None, "alice", wishes=wishes)
+        )
         for _ in range(num_steps):
             engine.step()
         assert engine.abort("r")

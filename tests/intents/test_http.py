@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 from hiradix.errors import BadNamespace
 from hiradix.intents import BadIntent, Intent, IntentState, Selector, SelectorKind
 from hiradix.intents.http import IntentApi, IntentReply, answers_of_request, intent_of, plain_key, selector_of
+from hiradix.intents.records import MAX_SELECTED_CHARS
 from hiradix.tree import RadixKey, Tier
 from tests.intents.world import GENEROUS, IntentWorld, key_of
 
 LONG = key_of(1, 2, 3, 4, 5, 6)
 HERE = {"tokens": LONG.token_ids}
 ALICE = "salt:alice"
+HALF = "\ud800"  # which JSON carries, and no answer can
 Call = Callable[..., IntentReply]
 
 
@@ -38,7 +40,7 @@ def call(w: IntentWorld) -> Call:
     def asked(method: str, path: str, body: Any = None, asked_by: str = "") -> IntentReply:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         answer = api.answer(method, path, data, asked_by)
-        json.dumps(answer.body)
+        json.dumps(answer.body, ensure_ascii=False).encode()
         return answer
 
     return asked
@@ -138,6 +140,7 @@ BAD: list[tuple[Any, str]] = [
     ({"verb": "steal"}, "verb"),
     ({"verb": ["hold"]}, "verb"),
     ({"verb": "locate", "ttl": 3}, "ttl"),
+    ({"verb": "locate", HALF: 3}, r"\ud800"),
     ({"verb": "locate"}, "selector"),
     *(
         ({"verb": "locate", "selector": selector}, field)
@@ -155,7 +158,10 @@ BAD: list[tuple[Any, str]] = [
             ({"everything": True, "cache_salt": "a"}, "selector.everything"),
             ({"tenant": "a", "cache_salt": "a"}, "selector.tenant"),
             ({"session": ""}, "session"),
-            ({"session": "s" * 257}, "selector.session"),
+            ({"session": "s" * (MAX_SELECTED_CHARS + 1)}, "selector.session"),
+            ({"session": HALF}, "selector.session"),
+            ({"tenant": HALF}, "selector.tenant"),
+            ({HALF: 1}, r"selector.\ud800"),
         )
     ),
     ({"verb": "locate", "selector": HERE, "tiers": "cellar"}, "tiers"),
@@ -169,6 +175,7 @@ BAD: list[tuple[Any, str]] = [
     ({"verb": "forget", "selector": HERE, "is_whole": 1}, "is_whole"),
     ({"verb": "bring", "selector": HERE}, "target"),
     ({"verb": "bring", "selector": HERE, "target": "device"}, "target"),
+    ({"verb": "bring", "selector": HERE, "target": HALF}, "target"),
     ({"verb": "locate", "selector": HERE, "asked_by": "salt:alice"}, "asked_by"),
 ]
 

@@ -426,13 +426,20 @@ def test_a_tenants_key_asks_for_what_is_his_alone(tmp_path: Path) -> None:
             return count
 
         prompt = {"tokens": PROMPT}
-        for fields in ({"session_id": "s"}, {"cache_salt": "x"}):
+        longest = "\u754c" * 256
+        for fields in ({"session_id": "s"}, {"session_id": longest}, {"cache_salt": "x"}):
             body = {"prompt": PROMPT, "max_tokens": 2, **fields}
             assert http.post("/v1/completions", json=body, headers=bearer("key-a")).status_code == 200
         whole = len(PROMPT) // 16 * 16
-        his = [prompt, {"session": "s"}, {**prompt, "cache_salt": "x"}, {"tenant": "salt:tenant:alice"}]
+        his = [
+            prompt,
+            {"session": longest},
+            {"session": "s"},
+            {**prompt, "cache_salt": "x"},
+            {"tenant": "salt:tenant:alice"},
+        ]
         assert all(on_device("key-a", selector) >= whole for selector in his)
-        assert all(on_device("key-b", selector) == 0 for selector in his[:3])
+        assert all(on_device("key-b", selector) == 0 for selector in his[:4])
         for selector in ({"tenant": "salt:tenant:alice"}, {"everything": True}, {"tenant": ""}):
             for verb, fields in (("locate", {}), ("forget", {}), ("hold", {"ttl_s": 9.0})):
                 status, refused = wish("key-b", verb, selector, **fields)
@@ -457,7 +464,7 @@ def test_a_tenants_key_asks_for_what_is_his_alone(tmp_path: Path) -> None:
         rows = http.get("/hicache/tenants", headers=bearer("key-a")).json()["tenants"]
         assert [row["tenant"] for row in rows] == ["salt:tenant:alice"]
         assert wish("key-a", "forget", prompt)[0] in (200, 202)
-        assert on_device("key-a", prompt) == 0 and on_device("key-a", his[2]) >= whole
+        assert on_device("key-a", prompt) == 0 and on_device("key-a", his[3]) >= whole
 
 
 def listed(http: TestClient, key: str) -> list[dict[str, Any]]:

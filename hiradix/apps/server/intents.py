@@ -20,7 +20,14 @@ from hiradix.apps.server.errors import ApiError
 from hiradix.apps.server.intake import received
 from hiradix.apps.server.json_text import parse
 from hiradix.apps.server.messages import Messages, plain_messages
-from hiradix.apps.server.schema import TENANT_SALT, Owner, StrictBody, first_error, namespace_of
+from hiradix.apps.server.schema import (
+    MAX_SESSION_CHARS,
+    TENANT_SALT,
+    Owner,
+    StrictBody,
+    first_error,
+    namespace_of,
+)
 from hiradix.apps.server.service import Service
 from hiradix.intents.http import INTENTS, PREFIX, TENANTS, IntentApi, IntentBody
 from hiradix.intents.records import OPERATOR
@@ -114,6 +121,9 @@ class IntentEndpoints:
             selector["extra_key"], selector["cache_salt"] = namespace_of(owner, *given)
         session = selector.get("session")
         if isinstance(session, str) and session:
+            if len(session) > MAX_SESSION_CHARS:
+                why = f"selector.session: longer than {MAX_SESSION_CHARS} characters"
+                raise ApiError(why, param="selector.session")
             salt, adapter = selector.get("cache_salt"), selector.get("extra_key")
             selector["session"] = session_name(str(salt or ""), session, adapter)
 
