@@ -695,6 +695,24 @@ def test_without_a_session_only_what_is_continued_is_replaced():
     w.end()
 
 
+def test_of_prompts_that_leave_one_in_the_same_step_each_is_held():
+    w = world(intents=IntentLimits(host_share=1.0, tenant_share=1.0))
+    w.seed(*(key_of(1, 2, n, salt="a") for n in range(3, 6)))
+    first = mark(w, 1, 2, session=ANY_SESSION)
+    wishes = [
+        Intent(
+            Verb.HOLD, prefix(1, 2, n, salt="a"), ("host",), ttl_s=60.0, series=ANY_SESSION, asked_by="salt:a"
+        )
+        for n in range(3, 6)
+    ]
+    asked = [w.cache.intents.submit(wish) for wish in wishes]
+    w.quiet()
+    assert [one.id == first.id for one in asked] == [True, False, False], "one goes on, others are new"
+    assert [w.now(one).done.pages for one in asked] == [3, 3, 3]
+    assert w.held(Tier.HOST) == 5
+    w.end()
+
+
 def test_requests_of_no_tenant_name_what_is_nobodys_within_one_tenants_budget():
     w = world(intents=IntentLimits(host_share=0.5, tenant_share=0.25))  # of 48 pages
     w.seed(key_of(*range(1, 9)), key_of(1, 2, salt="a"))

@@ -60,7 +60,7 @@ class Intents:
         self._other_stores = other_stores
         self._jobs: OrderedDict[int, IntentJob] = OrderedDict()  # open and ended, oldest first
         self._open: dict[int, IntentJob] = {}
-        self._renewals: list[tuple[Lease, Intent]] = []
+        self._renewals: dict[Lease, Intent] = {}  # of the next tick, the last one of each
         self._last_id = self._num_holds = 0
         self._ended: dict[tuple[str, str], int] = {}
         self._forgotten: dict[str, int] = {}
@@ -77,7 +77,7 @@ class Intents:
         if again is not None:
             refusal = self._refusal(intent, is_new=False)
             if not refusal:
-                self._renewals.append((again, intent))
+                self._renewals[again] = intent
                 self._note_turn(again)
                 return again.receipt()
         else:
@@ -160,8 +160,8 @@ class Intents:
                 self._begin(job)
             else:
                 job.advance()
-        renewals, self._renewals = self._renewals, []
-        for lease, intent in renewals:
+        renewals, self._renewals = self._renewals, {}
+        for lease, intent in renewals.items():
             if lease.is_open:
                 lease.renew(intent)
         for job in list(self._open.values()):
@@ -284,14 +284,20 @@ class Intents:
         size = self.planner.tree.page_size
         if intent.series:
             leases = self._of_series(intent.asked_by, intent.series)
-            continued = [lease for lease in leases if _continues(intent, lease.intent, size)]
-            return max(continued, key=lambda lease: len(lease.intent.selector.key or ()), default=None)
+            continued = [lease for lease in leases if _continues(intent, self._next_of(lease), size)]
+            return max(
+                continued, key=lambda lease: len(self._next_of(lease).selector.key or ()), default=None
+            )
         for lease in self.book.leases.values():
             held = lease.intent
             if held.asked_by == intent.asked_by and held.tiers == intent.tiers and lease.is_open:
                 if _is_same(held.selector, intent.selector, size):
                     return lease
         return None
+
+    def _next_of(self, lease: Lease) -> Intent:
+        """The wish that a lease goes on with from the next tick."""
+        return self._renewals.get(lease, lease.intent)
 
     def _of_series(self, asked_by: str, series: str) -> list[Lease]:
         """Open leases of a series, the one renewed longest ago first."""
