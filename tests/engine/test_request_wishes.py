@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -50,3 +50,22 @@ def test_a_request_that_is_aborted_is_forgotten_too(make_engine: MakeEngine, num
     assert found() == 0, "and is gone where that is wished"
     [receipt] = [one for one in engine.cache.intents() if one.verb is Verb.FORGET]
     assert receipt.state.value == "done"
+
+
+def test_the_end_of_a_session_ends_no_leases_of_others(make_engine: MakeEngine) -> None:
+    """Whatever its name: "*" is what leases of no session go by."""
+    engine = make_engine(build_cache=build_prefix_cache, cache=HiCacheConfig(page_size=16))
+    hold = (PromptWish("hiradix", {"verb": "hold", "ttl_s": 60}),)
+    scopes = [Scope(extra_key, "alice", session=name) for extra_key in (None, "x") for name in ("", "*")]
+    for number, scope in enumerate(scopes):
+        engine.add_request(
+            f"r{number}", list(range(1, 33)), SamplingParams(max_new_tokens=2), replace(scope, wishes=hold)
+        )
+        while engine.has_work:
+            engine.step()
+    engine.step()
+    leases = engine.cache.cache.intents.book.leases
+    assert len(leases) == 4
+    for left, scope in ((4, scopes[0]), (3, scopes[1]), (2, scopes[3])):
+        engine.hint([1], replace(scope, hint="end_of_session"))
+        assert len(leases) == left
