@@ -46,18 +46,20 @@ MAX_RECEIPT_TOKENS: Final = 1 << 22  # of prefixes that wishes which have ended 
 class Intents:
     """The wishes of one cache. Scheduler thread only.
 
-    other_stores: the names of stores beside the cache's own, as of now.
+    other_stores: the names of stores beside the cache's own, as of now. look: reads the planner's clock anew, on
+    all ranks, where nothing else does; None: it goes by itself.
     """
 
     def __init__(
         self, planner: Planner, limits: IntentLimits | None = None,
-        other_stores: Callable[[], tuple[str, ...]] = tuple,
+        other_stores: Callable[[], tuple[str, ...]] = tuple, look: Callable[[], None] | None = None,
     ):  # fmt: skip
         self.limits = limits or IntentLimits()
         self.planner = planner
         self.book = LeaseBook(planner, self.limits)
         self.sessions = Sessions(planner.tree, self.limits.max_sessions)
         self._other_stores = other_stores
+        self._look = look
         self._jobs: OrderedDict[int, IntentJob] = OrderedDict()  # open and ended, oldest first
         self._open: dict[int, IntentJob] = {}
         self._renewals: dict[Lease, Intent] = {}  # of the next tick, the last one of each
@@ -73,6 +75,8 @@ class Intents:
 
     def submit(self, intent: Intent) -> Receipt:
         """Take a wish: refused at once where it cannot be carried out here, else applied with the next tick."""
+        if self._look is not None:
+            self._look()
         again = self._same_lease(intent)
         if again is not None:
             refusal = self._refusal(intent, is_new=False)
@@ -146,6 +150,8 @@ class Intents:
         """Apply new wishes in their order, and go a step on with the others. Next to nothing without any."""
         if self._is_applying or not (self._open or self._renewals):
             return
+        if self._look is not None:
+            self._look()
         self._is_applying = True
         try:
             self._tick()
