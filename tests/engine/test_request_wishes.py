@@ -69,3 +69,15 @@ def test_the_end_of_a_session_ends_no_leases_of_others(make_engine: MakeEngine) 
     for left, scope in ((4, scopes[0]), (3, scopes[1]), (2, scopes[3])):
         engine.hint([1], replace(scope, hint="end_of_session"))
         assert len(leases) == left
+
+
+def test_a_locate_says_what_is_found(make_engine: MakeEngine) -> None:
+    engine = make_engine(build_cache=build_prefix_cache, cache=HiCacheConfig(page_size=16))
+    wishes = tuple(
+        PromptWish("hiradix", {"verb": "locate", "tiers": tiers}) for tiers in (None, ["host", "storage"])
+    )
+    engine.add_request("r", list(range(1, 41)), SamplingParams(max_new_tokens=1), Scope(wishes=wishes))
+    outputs = [output for _ in range(9) for output in engine.step()]
+    here, below = outputs[-1].usage.wishes
+    assert here["state"] == "done" and here["found"] == {"device": 32, "host": 32}
+    assert below["state"] == "accepted" and below["found"] == {"host": 32}

@@ -122,9 +122,11 @@ class RequestWishes:
             "verb": intent.verb.value,
             "where": intent.target or "+".join(intent.tiers),
             "state": receipt.state.value,
-            "tokens": receipt.done.tokens,
-            "of_tokens": receipt.total.tokens,
         }
+        if intent.verb is Verb.LOCATE:
+            known = {tier: found.tokens for tier, found in receipt.found.items() if found.is_known}
+            return shown | {"found": known} | ({"reason": receipt.reason} if receipt.reason else {})
+        shown |= {"tokens": receipt.done.tokens, "of_tokens": receipt.total.tokens}
         if intent.verb is Verb.HOLD:
             shown["remaining_s"] = round(receipt.remaining_s, 1)
         more = {"clipped": receipt.clipped, "reason": receipt.reason, "saved_tokens": receipt.saved_tokens}
