@@ -462,12 +462,27 @@ def test_the_table_is_bounded():
     w = world(intents=limits)
     w.seed(*(key_of(page, salt="a") for page in range(1, 6)))
     asked = [w.wish(Verb.HOLD, prefix(page, salt="a"), "host", asked_by="salt:a") for page in range(1, 4)]
-    assert asked[-1].reason == "2 wishes of 'salt:a' have not ended"
-    w.wish(Verb.HOLD, prefix(4, salt="a"), "host")
-    assert w.wish(Verb.HOLD, prefix(5, salt="a"), "host").reason == "3 wishes have not ended"
+    assert asked[-1].reason == "2 leases of 'salt:a' have not ended"
+    w.seed(*(key_of(page, salt="b") for page in range(1, 3)))
+    asked = [w.wish(Verb.HOLD, prefix(page, salt="b"), "host", asked_by="salt:b") for page in range(1, 3)]
+    assert [one.reason for one in asked] == ["", "3 leases have not ended"]
+    for page in range(3, 6):
+        assert w.wish(Verb.HOLD, prefix(page, salt="a"), "host").state is IntentState.HELD, "the operator's"
+    assert w.wish(Verb.HOLD, prefix(2, salt="a"), "host").reason == "3 leases have not ended"
     for _ in range(10):
         w.found(key_of(1))
-    assert len(w.cache.intents.receipts()) == 3 + 4
+    assert len(w.cache.intents.receipts()) == 6 + 4
+    w.end()
+
+
+def test_leases_leave_room_for_forgets():
+    w = world(intents=replace(WIDE, max_open=2, max_open_of_tenant=2))
+    w.seed(*(key_of(page, salt="a") for page in range(1, 4)))
+    for page in range(1, 3):
+        w.wish(Verb.HOLD, prefix(page, salt="a"), "host", asked_by="salt:a", ttl_s=1000.0)
+    gone = w.wish(Verb.FORGET, prefix(3, salt="a"), "device", "host", asked_by="salt:a")
+    assert gone.state is IntentState.DONE and w.found(key_of(3, salt="a"))["host"].tokens == 0
+    assert w.wish(Verb.FORGET, Selector.everything(), "device", "host").state is IntentState.DONE
     w.end()
 
 

@@ -265,11 +265,18 @@ class Intents:
                 return f"target: no store {intent.target!r} is open; others than the cache's own: {known}"
         if intent.verb is Verb.LOCATE and "storage" not in tiers:
             return ""  # it is answered at once
-        if is_new and len(self._open) >= self.limits.max_open:
-            return f"{self.limits.max_open} wishes have not ended"
-        own = sum(job.intent.asked_by == intent.asked_by for job in self._open.values())
-        if is_new and intent.asked_by != OPERATOR and own >= self.limits.max_open_of_tenant:
-            return f"{self.limits.max_open_of_tenant} wishes of {intent.asked_by!r} have not ended"
+        return self._crowd(intent) if is_new else ""
+
+    def _crowd(self, intent: Intent) -> str:
+        """The reason why a wish is one too many; "": it is not. Leases, which last, leave room for what ends by
+        itself, such as forgets; and tenants for the operator."""
+        limits, is_hold = self.limits, intent.verb is Verb.HOLD
+        alike = [job.intent.asked_by for job in self._open.values() if isinstance(job, Lease) == is_hold]
+        own, what = alike.count(intent.asked_by), "leases" if is_hold else "wishes"
+        if (own if intent.asked_by == OPERATOR else len(alike)) >= limits.max_open:
+            return f"{limits.max_open} {what} have not ended"
+        if intent.asked_by != OPERATOR and own >= limits.max_open_of_tenant:
+            return f"{limits.max_open_of_tenant} {what} of {intent.asked_by!r} have not ended"
         return ""
 
     def _is_anothers(self, intent: Intent) -> bool:
