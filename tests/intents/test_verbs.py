@@ -688,7 +688,7 @@ def test_a_mark_that_moves_on_is_one_lease_with_a_new_end():
 
 
 def test_a_session_holds_four_prompts_that_do_not_continue_each_other():
-    w = world(intents=IntentLimits(host_share=1.0, tenant_share=1.0))
+    w = world(intents=IntentLimits(host_share=1.0, tenant_share=1.0, max_open_of_tenant=4))
     w.seed(*(key_of(1, n, salt="a") for n in range(2, 8)))
     leases = [mark(w, 1, n) for n in range(2, 6)]
     assert mark(w, 1, 2).id == leases[0].id, "renewed: the second is the oldest now"

@@ -270,8 +270,12 @@ class Intents:
     def _crowd(self, intent: Intent) -> str:
         """The reason why a wish is one too many; "": it is not. Leases, which last, leave room for what ends by
         itself, such as forgets; and tenants for the operator."""
-        limits, is_hold = self.limits, intent.verb is Verb.HOLD
-        alike = [job.intent.asked_by for job in self._open.values() if isinstance(job, Lease) == is_hold]
+        limits, is_hold, outgrown = self.limits, intent.verb is Verb.HOLD, self._outgrown(intent)
+        alike = [
+            job.intent.asked_by
+            for job in self._open.values()
+            if isinstance(job, Lease) == is_hold and job not in outgrown
+        ]
         own, what = alike.count(intent.asked_by), "leases" if is_hold else "wishes"
         if (own if intent.asked_by == OPERATOR else len(alike)) >= limits.max_open:
             return f"{limits.max_open} {what} have not ended"
@@ -319,11 +323,14 @@ class Intents:
         ]
         return sorted(own, key=lambda lease: lease.renewed)
 
-    def _make_room_in_series(self, intent: Intent) -> None:
-        """A session's further lease takes the place of the one that it renewed longest ago."""
+    def _outgrown(self, intent: Intent) -> list[Lease]:
+        """The leases of its session that a further one takes the place of: the one renewed longest ago."""
         if intent.series in ("", ANY_SESSION):
-            return
-        for lease in self._of_series(intent.asked_by, intent.series)[: 1 - MOST_OF_SERIES]:
+            return []
+        return self._of_series(intent.asked_by, intent.series)[: 1 - MOST_OF_SERIES]
+
+    def _make_room_in_series(self, intent: Intent) -> None:
+        for lease in self._outgrown(intent):
             lease.end(IntentState.CANCELLED, f"its session holds {MOST_OF_SERIES} others since")
             self._close(lease)
 
