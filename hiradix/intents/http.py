@@ -322,7 +322,7 @@ def answers_of_request(
     wishes = given if isinstance(given, list) else [given]
     if len(wishes) > MAX_OF_REQUEST:
         return [{"message": f"expected at most {MAX_OF_REQUEST} wishes", "field": "wishes"}]
-    if not selector.tenant:
+    if wishes and not selector.tenant:
         return [
             {"message": "wishes of a request are its tenant's: it has no cache_salt", "field": "cache_salt"}
         ]

@@ -256,3 +256,4 @@ def test_a_request_wishes_about_its_own_prompt_as_its_tenant(w: IntentWorld) -> 
     assert w.held(Tier.HOST, ALICE) == 2 and w.cache.intents.receipts()[0].state is IntentState.HELD
     assert answers_of_request([{}] * 9, own, submit)[0]["field"] == "wishes"
     assert answers_of_request(hold, Selector.prefix(LONG), submit)[0]["field"] == "cache_salt"
+    assert answers_of_request([], Selector.prefix(LONG), submit) == [], "as where all are hints"
