@@ -81,3 +81,15 @@ def test_a_locate_says_what_is_found(make_engine: MakeEngine) -> None:
     here, below = outputs[-1].usage.wishes
     assert here["state"] == "done" and here["found"] == {"device": 32, "host": 32}
     assert below["state"] == "accepted" and below["found"] == {"host": 32}
+
+
+@pytest.mark.parametrize("disable", [False, True])
+def test_a_hold_says_what_it_lacks(make_engine: MakeEngine, disable: bool) -> None:
+    """Nothing is known that might be loaded: neither room nor a price is the reason."""
+    cache = HiCacheConfig(page_size=16, disable_radix_cache=disable)
+    engine = make_engine(build_cache=build_prefix_cache, cache=cache)
+    wishes = (PromptWish("hiradix", {"verb": "hold", "ttl_s": 60}),)
+    engine.add_request("r", list(range(1, 41)), SamplingParams(max_new_tokens=3), Scope(wishes=wishes))
+    [wish] = [output for _ in range(9) for output in engine.step()][-1].usage.wishes
+    assert wish["state"] == ("refused" if disable else "held")
+    assert ("nowhere in the cache" in wish.get("reason", "")) == disable
