@@ -478,3 +478,32 @@ def test_without_an_admin_key_tenants_ask_for_their_own_and_nobody_else_does() -
         http.get("/hicache/tenants", headers=bearer(key)).status_code for key in ("key-a", "user", "wrong")
     ]
     assert statuses == [200, 400, 401]
+
+
+@pytest.mark.parametrize(
+    ("selector", "field"),
+    [
+        ({"tokens": [1] * 101}, "selector.tokens"),
+        ({"text": "x" * 101}, "selector.tokens"),
+        ({"text": 3}, "selector.text"),
+        ({"messages": [{"role": "user", "content": "hi", "x": 1}]}, "selector.messages.0.x"),
+        ({"messages": [{str(n): n for n in range(50)}] * 40}, "selector.messages"),
+        ({"messages": [{"role": "user", "content": None}]}, "selector.messages.0.content"),
+        ({"session": "s" * 257}, "selector.session"),
+        ({"tokens": [1], "cache_salt": 3}, "selector.cache_salt"),
+    ],
+)
+def test_what_a_tenants_wish_may_not_have_is_named(selector: dict[str, Any], field: str) -> None:
+    """In the form of all listeners. A prefix longer than the context is in no cache, and work to read."""
+    http = client(ScriptedService(), Keys("user", None, TENANTS))
+    reply = http.post("/hicache/prefix/locate", json={"selector": selector}, headers=bearer("key-a"))
+    assert reply.status_code == 400 and reply.json()["field"] == field, reply.text
+    assert reply.json()["message"].startswith(field)
+
+
+@pytest.mark.parametrize("body", ["{", "[]", "[" + "0," * (1 << 20) + "0]"])
+def test_a_wish_that_is_no_object_is_refused_by_why(body: str) -> None:
+    http = client(ScriptedService(), Keys("user", "admin", TENANTS))
+    reply = http.post("/hicache/intents", content=body, headers=bearer("admin"))
+    assert reply.status_code == 400 and reply.json()["message"].startswith("body: "), reply.text
+    assert ("1048576 values" in reply.json()["message"]) == (len(body) > 9)
