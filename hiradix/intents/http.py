@@ -126,16 +126,17 @@ class IntentApi:
         return answer_of(self._ask(lambda wishes: wishes.submit(intent)))
 
     def _one(self, method: str, intent_id: int, asked_by: str) -> IntentReply:
-        if method == "DELETE":
-            return IntentReply(
-                200, receipt_as_json(self._ask(lambda wishes: wishes.cancel(intent_id, asked_by)))
-            )
-        if method != "GET":
+        if method not in ("GET", "DELETE"):
             return _wrong(method, "GET, DELETE")
-        found: Receipt | None = self._ask(lambda wishes: wishes.receipt(intent_id))
-        if found is None or asked_by not in (OPERATOR, found.intent.asked_by):
-            return IntentReply(404, {"message": f"id: no wish {intent_id} is known", "field": "id"})
-        return IntentReply(200, receipt_as_json(found))
+
+        def answer(wishes: Any) -> Receipt:
+            found: Receipt | None = wishes.receipt(intent_id)
+            if found is None or asked_by not in (OPERATOR, found.intent.asked_by):
+                raise BadIntent("id", f"no wish {intent_id} is known; those that ended are forgotten in time")
+            ended: Receipt = wishes.cancel(intent_id, asked_by) if method == "DELETE" else found
+            return ended
+
+        return IntentReply(200, receipt_as_json(self._ask(answer)))
 
     def _tenants(self, asked_by: str) -> IntentReply:
         rows = self._ask(lambda wishes: wishes.tenants())

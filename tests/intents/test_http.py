@@ -90,7 +90,9 @@ def test_tenants_see_their_own(w: IntentWorld, call: Call) -> None:
     place = f"/hicache/intents/{answer.body['id']}"
     assert answer.status == 202 and call("GET", place, None, ALICE).status == 200
     for method in ("GET", "DELETE"):
-        assert call(method, place, None, "salt:bob").status == 404
+        other, none = (call(method, at, None, "salt:bob") for at in (place, "/hicache/intents/999"))
+        assert other.status == none.status == 404
+        assert other.body["message"].replace(place.rpartition("/")[2], "999") == none.body["message"]
     assert call("GET", "/hicache/intents", None, "salt:bob").body["intents"] == []
     assert call("POST", "/hicache/prefix/hold", {"selector": HERE, "ttl_s": 60}, ALICE).status == 409
     assert {row["tenant"] for row in call("GET", "/hicache/tenants", None, ALICE).body["tenants"]} == {ALICE}

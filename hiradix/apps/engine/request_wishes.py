@@ -124,7 +124,7 @@ class RequestWishes:
             "state": receipt.state.value,
         }
         if intent.verb is Verb.LOCATE:
-            known = {tier: found.tokens for tier, found in receipt.found.items() if found.is_known}
+            known = {tier: one.tokens for tier, one in receipt.found.items() if one.is_known}
             return shown | {"found": known} | ({"reason": receipt.reason} if receipt.reason else {})
         shown |= {"tokens": receipt.done.tokens, "of_tokens": receipt.total.tokens}
         if intent.verb is Verb.HOLD:
