@@ -75,6 +75,18 @@ def test_marks_are_taken_and_what_was_written_is_told() -> None:
     assert reply.status_code == 400 and "cache_control" in reply.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions"])
+def test_marks_are_holds_of_what_is_before_them(path: str) -> None:
+    parts = [{"type": "text", "text": text} for text in ("one ", "two ", "three")]
+    parts[1]["cache_control"] = EPHEMERAL
+    talk = [*USER, {"role": "assistant", "content": "yes"}, {"role": "user", "content": parts}]
+    service, reply = ask(path, {"max_tokens": 9, "messages": talk})
+    assert reply.status_code == 200, reply.text
+    [wish] = service.requests[0].scope.wishes
+    assert wish.body == {"verb": "hold", "ttl_s": 3600.0} and wish.num_tokens is not None
+    assert prompt(service)[: wish.num_tokens].endswith("<user>one two ")
+
+
 def test_a_mark_whose_place_cannot_be_found_in_time_fails_no_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
