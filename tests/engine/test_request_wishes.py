@@ -36,7 +36,8 @@ def test_a_request_that_is_aborted_is_forgotten_too(make_engine: MakeEngine, num
     def found() -> int:
         return engine.cache.locate(Selector.prefix(key)).found["device"].tokens
 
-    for wishes in ((), (PromptWish("hiradix", {"verb": "forget"}),)):
+    asked: list[tuple[PromptWish, ...]] = [(), (PromptWish("hiradix", {"verb": "forget"}),)]
+    for wishes in asked:
         engine.add_request(
             "r", prompt, SamplingParams(max_new_tokens=50), Scope(None, "alice", wishes=wishes)
         )

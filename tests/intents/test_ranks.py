@@ -130,8 +130,9 @@ def test_without_lower_tiers_too_a_lease_ends_by_the_ranks_common_clock() -> Non
         return np.minimum(vector, theirs)
 
     cache = HierarchicalCache(RadixTree(4), pages, clock=lambda: own[0], agree=agree)
-    key = RadixKey(range(16))
-    cache.insert(key, pages.alloc(4))
+    key, own_pages = RadixKey(range(16)), pages.alloc(4)
+    assert own_pages is not None
+    cache.insert(key, own_pages)
     lease = cache.intents.submit(Intent(Verb.HOLD, Selector.prefix(key), ("device",), ttl_s=60.0))
     for clocks, state in (
         ((1001.0, 1001.0), IntentState.HELD),

@@ -77,9 +77,9 @@ def test_marks_are_taken_and_what_was_written_is_told() -> None:
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions"])
 def test_marks_are_holds_of_what_is_before_them(path: str) -> None:
-    parts = [{"type": "text", "text": text} for text in ("one ", "two ", "three")]
+    parts: list[dict[str, Any]] = [{"type": "text", "text": text} for text in ("one ", "two ", "three")]
     parts[1]["cache_control"] = EPHEMERAL
-    talk = [*USER, {"role": "assistant", "content": "yes"}, {"role": "user", "content": parts}]
+    talk: list[Any] = [*USER, {"role": "assistant", "content": "yes"}, {"role": "user", "content": parts}]
     service, reply = ask(path, {"max_tokens": 9, "messages": talk})
     assert reply.status_code == 200, reply.text
     [wish] = service.requests[0].scope.wishes
