@@ -31,7 +31,7 @@ from hiradix.apps.server.schema import (
     namespace_of,
 )
 from hiradix.apps.server.service import Service
-from hiradix.intents.http import INTENTS, PREFIX, TENANTS, IntentApi, IntentBody
+from hiradix.intents.http import INTENTS, PREFIX, TENANTS, IntentApi, IntentBody, IntentReply
 from hiradix.intents.records import OPERATOR
 from hiradix.policy.admission_controller import session_name
 from hiradix.tree import RadixKey
@@ -86,18 +86,16 @@ class IntentEndpoints:
     async def answer(self, request: Request) -> Response:
         """Any method on any of the paths."""
         path = request.url.path
-        body: IntentBody = ""
         if not IntentApi.has(path):
             raise ApiError(f"{request.method} {path}: Not Found", status=404)
         owner = Owner(caller_of(request.scope).tenant)
-        if request.method == "POST":
-            try:
-                body = await self._body(request, owner)
-            except ApiError as error:
-                if error.status != 400:
-                    raise
-                return JSONResponse({"message": error.message, "field": error.param}, 400)
-        answer = await self._service.answer_intent(request.method, path, body, _asked_by(owner))
+        try:
+            body: IntentBody = await self._body(request, owner) if request.method == "POST" else ""
+            answer = await self._service.answer_intent(request.method, path, body, _asked_by(owner))
+        except ApiError as error:
+            if error.status != 400:
+                raise
+            answer = IntentReply(400, {"message": error.message, "field": error.param})
         if request.method != "GET":
             said = answer.body.get("state") or answer.body.get("message", "")
             audit.act(request.scope, f"{request.method} {path}", audit.plain(f"{answer.status} {said}"))
