@@ -139,9 +139,9 @@ class IntentApi:
         return IntentReply(200, receipt_as_json(self._ask(answer)))
 
     def _tenants(self, asked_by: str) -> IntentReply:
-        rows = self._ask(lambda wishes: wishes.tenants())
-        shown = [row for row in rows if asked_by in (OPERATOR, row.tenant)]
-        return IntentReply(200, {"tenants": [tenant_as_json(row) for row in shown]})
+        only = None if asked_by == OPERATOR else asked_by
+        rows = self._ask(lambda wishes: wishes.tenants(only))
+        return IntentReply(200, {"tenants": [tenant_as_json(row) for row in rows]})
 
 
 def _wrong(method: str, allowed: str) -> IntentReply:

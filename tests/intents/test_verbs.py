@@ -441,6 +441,7 @@ def test_the_ledger_says_what_each_tenant_has():
     assert dict(first.held_bytes) == {"device": 0, "host": 2 * size} and first.num_leases == 1
     assert dict(first.budget_bytes) == {"device": 6 * size, "host": 12 * size}
     assert (second.tenant, second.host_bytes) == ("", size)
+    assert [w.cache.intents.tenants(name) for name in ("salt:a", "", "salt:b")] == [[first], [second], []]
     w.end()
 
 

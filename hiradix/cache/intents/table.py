@@ -8,7 +8,7 @@ What is decided follows from the calls, the tree, agreed results and the common 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from hiradix.cache.intents.bringing import Copying, Persisting, Warming
@@ -19,6 +19,7 @@ from hiradix.cache.intents.leases import NEEDED, Lease, LeaseBook
 from hiradix.cache.intents.locating import Locating
 from hiradix.cache.intents.planner import TIERS_BY_NAME, Planner
 from hiradix.cache.intents.removals import Removal
+from hiradix.cache.intents.selection import nodes_of
 from hiradix.cache.intents.sessions import Sessions
 from hiradix.errors import Misuse
 from hiradix.intents import (
@@ -394,18 +395,22 @@ class Intents:
 
     # -- figures ------------------------------------------------------------------------
 
-    def tenants(self) -> list[TenantUse]:
+    def tenants(self, only: str | None = None) -> list[TenantUse]:
         """The pages and bytes of each tenant in the tiers of the tree, those with the most bytes first.
-        O(nodes)."""
+        O(nodes); with `only` one tenant, O(his)."""
         planner, used = self.planner, dict[str, list[list[int]]]()
         kinds = len(planner.tree.components)
-        for node in planner.tree.nodes():
+        nodes: Iterable[Node] = (
+            planner.tree.nodes() if only is None else nodes_of(planner, Selector.tenant_of(only))
+        )
+        for node in nodes:
             counts = used.setdefault(node.space.tenant, [[0] * kinds, [0] * kinds])
             for tier in (DEVICE, HOST):
                 for c, more in enumerate(planner.pages_of(node, tier)):
                     counts[tier][c] += more
         for lease in self.book.leases.values():
-            used.setdefault(lease.intent.asked_by, [[0] * kinds, [0] * kinds])
+            if only in (None, lease.intent.asked_by):
+                used.setdefault(lease.intent.asked_by, [[0] * kinds, [0] * kinds])
         found = []
         for tenant, (device, host) in used.items():
             leases = [lease for lease in self.book.leases.values() if lease.intent.asked_by == tenant]
