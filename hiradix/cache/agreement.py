@@ -153,3 +153,20 @@ def least(agree: Agree, *values: int) -> tuple[int, ...]:
     own = np.zeros(WIDTH, np.int64)
     own[_OK : _OK + len(values)] = values
     return tuple(agree(own)[_OK : _OK + len(values)].tolist())
+
+
+class CommonClock:
+    """The ranks' least clock as of the last `look`, where a cache without lower tiers makes no exchange."""
+
+    def __init__(self, agree: Agree, clock: Callable[[], float]):
+        self._agree = agree
+        self._clock = clock
+        self._now = 0.0
+
+    def look(self) -> None:
+        """Look at the clock. A collective call."""
+        (now,) = least(self._agree, round(self._clock() * _PER_UNIT))
+        self._now = now / _PER_UNIT
+
+    def __call__(self) -> float:
+        return self._now

@@ -23,7 +23,7 @@ from typing import Final
 
 import numpy as np
 
-from hiradix.cache.agreement import AHEAD, Agree, Agreement, least
+from hiradix.cache.agreement import AHEAD, Agree, Agreement, CommonClock, least
 from hiradix.cache.departed import Departed
 from hiradix.cache.in_flight import InFlightJobs
 from hiradix.cache.intents.planner import LocalPlanner
@@ -107,16 +107,21 @@ class HierarchicalCache:
         self._removals = Removals(tree)
         if host is not None:
             self._build_lower_tiers(host, agree)
-        self.intents = self._make_intents(intents)
+        self.intents = self._make_intents(intents, agree)
 
-    def _make_intents(self, limits: IntentLimits | None) -> Intents:
+    def _make_intents(self, limits: IntentLimits | None, agree: Agree | None) -> Intents:
         """Over the tiers there are. A method of its own: where they were just set to None, the compiled form
         takes them for None."""
+        clock: Callable[[], float] = self._clock
+        look: Callable[[], None] | None = None
+        if agree is not None and self.controller is None:
+            common = CommonClock(agree, clock)
+            clock, look = common, common.look
         planner = LocalPlanner(
-            self.supply, self.in_flight, self._removals, self._clock, self.controller, self.write_through,
+            self.supply, self.in_flight, self._removals, clock, self.controller, self.write_through,
             self._load_back, self.prefetcher,
         )  # fmt: skip
-        return Intents(planner, limits, self._other_stores)
+        return Intents(planner, limits, self._other_stores, look)
 
     def _build_lower_tiers(self, host: HostTier, agree: Agree | None) -> None:
         share: Share = lambda source: source  # noqa: E731

@@ -24,6 +24,7 @@ from hiradix.errors import BadNamespace
 from hiradix.intents.records import (
     BRING_WAIT_S,
     MAX_NAME_CHARS,
+    MAX_SELECTED_CHARS,
     OPERATOR,
     TIER_NAMES,
     Amount,
@@ -125,21 +126,22 @@ class IntentApi:
         return answer_of(self._ask(lambda wishes: wishes.submit(intent)))
 
     def _one(self, method: str, intent_id: int, asked_by: str) -> IntentReply:
-        if method == "DELETE":
-            return IntentReply(
-                200, receipt_as_json(self._ask(lambda wishes: wishes.cancel(intent_id, asked_by)))
-            )
-        if method != "GET":
+        if method not in ("GET", "DELETE"):
             return _wrong(method, "GET, DELETE")
-        found: Receipt | None = self._ask(lambda wishes: wishes.receipt(intent_id))
-        if found is None or asked_by not in (OPERATOR, found.intent.asked_by):
-            return IntentReply(404, {"message": f"id: no wish {intent_id} is known", "field": "id"})
-        return IntentReply(200, receipt_as_json(found))
+
+        def answer(wishes: Any) -> Receipt:
+            found: Receipt | None = wishes.receipt(intent_id)
+            if found is None or asked_by not in (OPERATOR, found.intent.asked_by):
+                raise BadIntent("id", f"no wish {intent_id} is known; those that ended are forgotten in time")
+            ended: Receipt = wishes.cancel(intent_id, asked_by) if method == "DELETE" else found
+            return ended
+
+        return IntentReply(200, receipt_as_json(self._ask(answer)))
 
     def _tenants(self, asked_by: str) -> IntentReply:
-        rows = self._ask(lambda wishes: wishes.tenants())
-        shown = [row for row in rows if asked_by in (OPERATOR, row.tenant)]
-        return IntentReply(200, {"tenants": [tenant_as_json(row) for row in shown]})
+        only = None if asked_by == OPERATOR else asked_by
+        rows = self._ask(lambda wishes: wishes.tenants(only))
+        return IntentReply(200, {"tenants": [tenant_as_json(row) for row in rows]})
 
 
 def _wrong(method: str, allowed: str) -> IntentReply:
@@ -178,7 +180,7 @@ def intent_of(
     values = _object(body)
     for name in values:
         if name not in FIELDS:
-            raise BadIntent(f"{name:.64}", f"not known here; known: {', '.join(FIELDS)}")
+            raise BadIntent(_plain(name), f"not known here; known: {', '.join(FIELDS)}")
     named = values.get("verb", verb)
     if verb is not None and named != verb:
         raise BadIntent("verb", f"the path says {verb}")
@@ -207,7 +209,7 @@ def selector_of(given: Any, make_key: MakeKey = plain_key, encode: Encode | None
         raise BadIntent("selector", f"expected an object with one of {', '.join(_SELECTORS)}")
     for name in given:
         if name not in (*_SELECTORS, "extra_key", "cache_salt"):
-            raise BadIntent(f"selector.{name:.64}", f"not known here; known: {', '.join(_SELECTORS)}")
+            raise BadIntent(f"selector.{_plain(name)}", f"not known here; known: {', '.join(_SELECTORS)}")
     kinds = [name for name in _SELECTORS if given.get(name) is not None]
     if len(kinds) != 1:
         raise BadIntent("selector", f"expected one of {', '.join(_SELECTORS)}, got {len(kinds)}")
@@ -219,7 +221,7 @@ def selector_of(given: Any, make_key: MakeKey = plain_key, encode: Encode | None
         if value is not True or spaces != (None, None):
             raise BadIntent("selector.everything", "expected true, and nothing beside it")
         return Selector.everything()
-    name = _text(f"selector.{kind}", value)
+    name = _text(f"selector.{kind}", value, MAX_SELECTED_CHARS)
     if kind == "tenant":
         if spaces != (None, None):
             raise BadIntent("selector.tenant", "a tenant is named by salt:SALT, key:KEY or nothing, alone")
@@ -291,10 +293,17 @@ def _flag(name: str, given: Any) -> bool:
     return given
 
 
-def _text(name: str, given: Any) -> str:
-    if not isinstance(given, str) or len(given) > MAX_NAME_CHARS:
-        raise BadIntent(name, f"expected a text of at most {MAX_NAME_CHARS} characters")
+def _text(name: str, given: Any, most: int = MAX_NAME_CHARS) -> str:
+    if not isinstance(given, str) or len(given) > most:
+        raise BadIntent(name, f"expected a text of at most {most} characters")
+    if any("\ud800" <= char <= "\udfff" for char in given):  # JSON carries it, and no answer can
+        raise BadIntent(name, "expected a text without half characters")
     return given
+
+
+def _plain(name: str) -> str:
+    """A field's name as it is shown."""
+    return f"{name:.64}".encode("ascii", "backslashreplace").decode()
 
 
 def _known(verbs: Any) -> str:
@@ -314,7 +323,7 @@ def answers_of_request(
     wishes = given if isinstance(given, list) else [given]
     if len(wishes) > MAX_OF_REQUEST:
         return [{"message": f"expected at most {MAX_OF_REQUEST} wishes", "field": "wishes"}]
-    if not selector.tenant:
+    if wishes and not selector.tenant:
         return [
             {"message": "wishes of a request are its tenant's: it has no cache_salt", "field": "cache_salt"}
         ]

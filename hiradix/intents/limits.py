@@ -43,7 +43,8 @@ class IntentLimits:
     )  # fmt: skip
     max_open: int = setting(
         "intent_max_open", Type.INTEGER, 256,
-        "wishes that have not ended, leases among them; one more is refused", minimum=1, maximum=MAX_COUNT,
+        "leases that have not ended, and as many other wishes; one more is refused. The operator's count for "
+        "themselves", minimum=1, maximum=MAX_COUNT,
     )  # fmt: skip
     max_open_of_tenant: int = setting(
         "intent_max_open_of_tenant", Type.INTEGER, 64, "of these, one tenant's", minimum=1, maximum=MAX_COUNT,

@@ -27,6 +27,8 @@ COMMON: Final = "common"
 ANY_SESSION: Final = "*"
 """The series of leases of requests that name no session."""
 MAX_NAME_CHARS: Final = 256
+MAX_SELECTED_CHARS: Final = 1 << 14
+"""Of an engine's name of a tenant, or of a session, which is its tenant, adapter and client's name as JSON."""
 WISH_WAIT_S: Final = 30.0
 """Longest time to reach what is wished, where nothing else is said."""
 BRING_WAIT_S: Final = 600.0
@@ -294,6 +296,6 @@ class IntentStats:
 
 
 def _name(what: str, name: str) -> str:
-    if not name or len(name) > MAX_NAME_CHARS:
-        raise BadIntent(what, f"expected a name of 1 to {MAX_NAME_CHARS} characters, got {len(name)}")
+    if not name or len(name) > MAX_SELECTED_CHARS:
+        raise BadIntent(what, f"expected a name of 1 to {MAX_SELECTED_CHARS} characters, got {len(name)}")
     return name

@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 from hiradix.errors import BadNamespace
 from hiradix.intents import BadIntent, Intent, IntentState, Selector, SelectorKind
 from hiradix.intents.http import IntentApi, IntentReply, answers_of_request, intent_of, plain_key, selector_of
+from hiradix.intents.records import MAX_SELECTED_CHARS
 from hiradix.tree import RadixKey, Tier
 from tests.intents.world import GENEROUS, IntentWorld, key_of
 
 LONG = key_of(1, 2, 3, 4, 5, 6)
 HERE = {"tokens": LONG.token_ids}
 ALICE = "salt:alice"
+HALF = "\ud800"  # which JSON carries, and no answer can
 Call = Callable[..., IntentReply]
 
 
@@ -38,7 +40,7 @@ def call(w: IntentWorld) -> Call:
     def asked(method: str, path: str, body: Any = None, asked_by: str = "") -> IntentReply:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         answer = api.answer(method, path, data, asked_by)
-        json.dumps(answer.body)
+        json.dumps(answer.body, ensure_ascii=False).encode()
         return answer
 
     return asked
@@ -88,7 +90,9 @@ def test_tenants_see_their_own(w: IntentWorld, call: Call) -> None:
     place = f"/hicache/intents/{answer.body['id']}"
     assert answer.status == 202 and call("GET", place, None, ALICE).status == 200
     for method in ("GET", "DELETE"):
-        assert call(method, place, None, "salt:bob").status == 404
+        other, none = (call(method, at, None, "salt:bob") for at in (place, "/hicache/intents/999"))
+        assert other.status == none.status == 404
+        assert other.body["message"].replace(place.rpartition("/")[2], "999") == none.body["message"]
     assert call("GET", "/hicache/intents", None, "salt:bob").body["intents"] == []
     assert call("POST", "/hicache/prefix/hold", {"selector": HERE, "ttl_s": 60}, ALICE).status == 409
     assert {row["tenant"] for row in call("GET", "/hicache/tenants", None, ALICE).body["tenants"]} == {ALICE}
@@ -138,6 +142,7 @@ BAD: list[tuple[Any, str]] = [
     ({"verb": "steal"}, "verb"),
     ({"verb": ["hold"]}, "verb"),
     ({"verb": "locate", "ttl": 3}, "ttl"),
+    ({"verb": "locate", HALF: 3}, r"\ud800"),
     ({"verb": "locate"}, "selector"),
     *(
         ({"verb": "locate", "selector": selector}, field)
@@ -155,7 +160,10 @@ BAD: list[tuple[Any, str]] = [
             ({"everything": True, "cache_salt": "a"}, "selector.everything"),
             ({"tenant": "a", "cache_salt": "a"}, "selector.tenant"),
             ({"session": ""}, "session"),
-            ({"session": "s" * 257}, "selector.session"),
+            ({"session": "s" * (MAX_SELECTED_CHARS + 1)}, "selector.session"),
+            ({"session": HALF}, "selector.session"),
+            ({"tenant": HALF}, "selector.tenant"),
+            ({HALF: 1}, r"selector.\ud800"),
         )
     ),
     ({"verb": "locate", "selector": HERE, "tiers": "cellar"}, "tiers"),
@@ -169,6 +177,7 @@ BAD: list[tuple[Any, str]] = [
     ({"verb": "forget", "selector": HERE, "is_whole": 1}, "is_whole"),
     ({"verb": "bring", "selector": HERE}, "target"),
     ({"verb": "bring", "selector": HERE, "target": "device"}, "target"),
+    ({"verb": "bring", "selector": HERE, "target": HALF}, "target"),
     ({"verb": "locate", "selector": HERE, "asked_by": "salt:alice"}, "asked_by"),
 ]
 
@@ -249,3 +258,4 @@ def test_a_request_wishes_about_its_own_prompt_as_its_tenant(w: IntentWorld) -> 
     assert w.held(Tier.HOST, ALICE) == 2 and w.cache.intents.receipts()[0].state is IntentState.HELD
     assert answers_of_request([{}] * 9, own, submit)[0]["field"] == "wishes"
     assert answers_of_request(hold, Selector.prefix(LONG), submit)[0]["field"] == "cache_salt"
+    assert answers_of_request([], Selector.prefix(LONG), submit) == [], "as where all are hints"

@@ -6,13 +6,16 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hiradix.cache import HierarchicalCache
+from hiradix.cache.agreement import Vector
 from hiradix.cache.intents.table import Intents
-from hiradix.intents import Intent, Selector, Verb
+from hiradix.intents import Intent, IntentState, Selector, Verb
 from hiradix.intents.limits import IntentLimits
-from hiradix.tree import RadixKey
+from hiradix.memory import PageAllocator
+from hiradix.tree import RadixKey, RadixTree
 from tests.ranks.component_ranks import ComponentRank, ComponentRanks, setup_of
 from tests.ranks.world import Rank, Ranks, Setup
 from tests.seeds import is_enough, seeded, seeds
@@ -114,3 +117,30 @@ def test_ranks_decide_alike_what_becomes_of_wishes(kind: str) -> None:
             raise AssertionError(f"seed {seed}: {error!r:.2000}") from error
     for what in ("hold expired", "hold cancelled", "forget done", "locate done"):
         assert is_enough(ends[what] > 0), (what, ends)
+
+
+def test_without_lower_tiers_too_a_lease_ends_by_the_ranks_common_clock() -> None:
+    """One of two ranks, whose clock runs ahead: where each went by its own, their trees would differ."""
+    own, other = [1000.0], [1000.0]
+    pages = PageAllocator(16, 1)
+
+    def agree(vector: Vector) -> Vector:
+        theirs = vector.copy()
+        theirs[theirs > 1] = round(other[0] * 1_000_000)
+        return np.minimum(vector, theirs)
+
+    cache = HierarchicalCache(RadixTree(4), pages, clock=lambda: own[0], agree=agree)
+    key, own_pages = RadixKey(range(16)), pages.alloc(4)
+    assert own_pages is not None
+    cache.insert(key, own_pages)
+    lease = cache.intents.submit(Intent(Verb.HOLD, Selector.prefix(key), ("device",), ttl_s=60.0))
+    for clocks, state in (
+        ((1001.0, 1001.0), IntentState.HELD),
+        ((1062.0, 1050.0), IntentState.HELD),
+        ((1063.0, 1062.0), IntentState.EXPIRED),
+    ):
+        own[0], other[0] = clocks
+        cache.tick()
+        cache.intents.expire()
+        found = cache.intents.receipt(lease.id)
+        assert found is not None and found.state is state, clocks

@@ -476,6 +476,7 @@ def test_the_ledger_says_what_each_tenant_has():
     assert dict(first.held_bytes) == {"device": 0, "host": 2 * size} and first.num_leases == 1
     assert dict(first.budget_bytes) == {"device": 6 * size, "host": 12 * size}
     assert (second.tenant, second.host_bytes) == ("", size)
+    assert [w.cache.intents.tenants(name) for name in ("salt:a", "", "salt:b")] == [[first], [second], []]
     w.end()
 
 
@@ -497,12 +498,27 @@ def test_the_table_is_bounded():
     w = world(intents=limits)
     w.seed(*(key_of(page, salt="a") for page in range(1, 6)))
     asked = [w.wish(Verb.HOLD, prefix(page, salt="a"), "host", asked_by="salt:a") for page in range(1, 4)]
-    assert asked[-1].reason == "2 wishes of 'salt:a' have not ended"
-    w.wish(Verb.HOLD, prefix(4, salt="a"), "host")
-    assert w.wish(Verb.HOLD, prefix(5, salt="a"), "host").reason == "3 wishes have not ended"
+    assert asked[-1].reason == "2 leases of 'salt:a' have not ended"
+    w.seed(*(key_of(page, salt="b") for page in range(1, 3)))
+    asked = [w.wish(Verb.HOLD, prefix(page, salt="b"), "host", asked_by="salt:b") for page in range(1, 3)]
+    assert [one.reason for one in asked] == ["", "3 leases have not ended"]
+    for page in range(3, 6):
+        assert w.wish(Verb.HOLD, prefix(page, salt="a"), "host").state is IntentState.HELD, "the operator's"
+    assert w.wish(Verb.HOLD, prefix(2, salt="a"), "host").reason == "3 leases have not ended"
     for _ in range(10):
         w.found(key_of(1))
-    assert len(w.cache.intents.receipts()) == 3 + 4
+    assert len(w.cache.intents.receipts()) == 6 + 4
+    w.end()
+
+
+def test_leases_leave_room_for_forgets():
+    w = world(intents=replace(WIDE, max_open=2, max_open_of_tenant=2))
+    w.seed(*(key_of(page, salt="a") for page in range(1, 4)))
+    for page in range(1, 3):
+        w.wish(Verb.HOLD, prefix(page, salt="a"), "host", asked_by="salt:a", ttl_s=1000.0)
+    gone = w.wish(Verb.FORGET, prefix(3, salt="a"), "device", "host", asked_by="salt:a")
+    assert gone.state is IntentState.DONE and w.found(key_of(3, salt="a"))["host"].tokens == 0
+    assert w.wish(Verb.FORGET, Selector.everything(), "device", "host").state is IntentState.DONE
     w.end()
 
 
@@ -708,7 +724,7 @@ def test_a_mark_that_moves_on_is_one_lease_with_a_new_end():
 
 
 def test_a_session_holds_four_prompts_that_do_not_continue_each_other():
-    w = world(intents=IntentLimits(host_share=1.0, tenant_share=1.0))
+    w = world(intents=IntentLimits(host_share=1.0, tenant_share=1.0, max_open_of_tenant=4))
     w.seed(*(key_of(1, n, salt="a") for n in range(2, 8)))
     leases = [mark(w, 1, n) for n in range(2, 6)]
     assert mark(w, 1, 2).id == leases[0].id, "renewed: the second is the oldest now"
@@ -727,6 +743,24 @@ def test_without_a_session_only_what_is_continued_is_replaced():
     leases = [mark(w, 1, n, session=ANY_SESSION, salt=None) for n in range(2, 9)]
     assert all(w.now(lease).state is IntentState.HELD for lease in leases), "each its own"
     assert mark(w, 1, 4, 9, session=ANY_SESSION, salt=None).id == leases[2].id
+    w.end()
+
+
+def test_of_prompts_that_leave_one_in_the_same_step_each_is_held():
+    w = world(intents=IntentLimits(host_share=1.0, tenant_share=1.0))
+    w.seed(*(key_of(1, 2, n, salt="a") for n in range(3, 6)))
+    first = mark(w, 1, 2, session=ANY_SESSION)
+    wishes = [
+        Intent(
+            Verb.HOLD, prefix(1, 2, n, salt="a"), ("host",), ttl_s=60.0, series=ANY_SESSION, asked_by="salt:a"
+        )
+        for n in range(3, 6)
+    ]
+    asked = [w.cache.intents.submit(wish) for wish in wishes]
+    w.quiet()
+    assert [one.id == first.id for one in asked] == [True, False, False], "one goes on, others are new"
+    assert [w.now(one).done.pages for one in asked] == [3, 3, 3]
+    assert w.held(Tier.HOST) == 5
     w.end()
 
 

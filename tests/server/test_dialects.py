@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from hiradix.apps.engine.api import EngineBusy, Output
+from hiradix.apps.engine.api import ChatPrompt, EngineBusy, Output
 from hiradix.apps.server.dialects import tokens
-from tests.server.scripted import MODEL, ScriptedService, application, piece
+from tests.server.scripted import MODEL, CharTokenizer, ScriptedService, application, piece
 
 USER = [{"role": "user", "content": "hi"}]
 CALL = '<tool_call>\n{"name": "get", "arguments": {"x": 1}}\n</tool_call>'
@@ -73,6 +73,38 @@ def test_marks_are_taken_and_what_was_written_is_told() -> None:
     assert (usage["input_tokens"], usage["cache_creation_input_tokens"]) == (0, 15)
     _, reply = ask("/v1/messages", {"max_tokens": 9, "messages": marked * 5})
     assert reply.status_code == 400 and "cache_control" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions"])
+def test_marks_are_holds_of_what_is_before_them(path: str) -> None:
+    parts: list[dict[str, Any]] = [{"type": "text", "text": text} for text in ("one ", "two ", "three")]
+    parts[1]["cache_control"] = EPHEMERAL
+    talk: list[Any] = [*USER, {"role": "assistant", "content": "yes"}, {"role": "user", "content": parts}]
+    service, reply = ask(path, {"max_tokens": 9, "messages": talk})
+    assert reply.status_code == 200, reply.text
+    [wish] = service.requests[0].scope.wishes
+    assert wish.body == {"verb": "hold", "ttl_s": 3600.0} and wish.num_tokens is not None
+    assert prompt(service)[: wish.num_tokens].endswith("<user>one two ")
+
+
+def test_a_mark_whose_place_cannot_be_found_in_time_fails_no_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    service = ScriptedService([piece("a", "stop")])
+    whole = CharTokenizer.apply_chat
+
+    def apply(self: CharTokenizer, conversation: ChatPrompt, context_length: int | None = None) -> list[int]:
+        if context_length is None:
+            raise TimeoutError("many prompts wait")
+        return whole(self, conversation, context_length)
+
+    monkeypatch.setattr(CharTokenizer, "apply_chat", apply)
+    marked = {"type": "text", "text": "hi", "cache_control": EPHEMERAL}
+    talk = [{"role": "user", "content": [marked, {"type": "text", "text": "!"}]}]
+    reply = TestClient(application(service)).post("/v1/messages", json={"max_tokens": 9, "messages": talk})
+    assert reply.status_code == 200, reply.text
+    [wish] = service.requests[0].scope.wishes
+    assert wish.answer == {"state": "refused", "reason": "its place is not known: many prompts wait"}
 
 
 def test_tools_over_turns_and_an_answer_that_is_gone_on_with() -> None:

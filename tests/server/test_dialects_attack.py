@@ -139,3 +139,18 @@ def test_a_call_of_another_form_has_a_name_and_whole_characters(answer: str) -> 
         text = delta.text if isinstance(delta, TextDelta) else delta.arguments
         assert text.encode()
         assert isinstance(delta, TextDelta) or delta.name == "get"
+
+
+@pytest.mark.parametrize(
+    ("wish", "field"),
+    [({"\ud800": 1}, r"hiradix.\ud800"), ({"verb": "bring", "target": "\ud800"}, "hiradix.target")],
+)
+def test_half_a_character_in_a_wish_is_named(wish: dict[str, Any], field: str) -> None:
+    """Before anything runs: no answer could show it."""
+    service = ScriptedService()
+    body = json.dumps({"prompt": "a", "hiradix": wish})
+    reply = TestClient(application(service), raise_server_exceptions=False).post(
+        "/v1/completions", content=body, headers={"content-type": "application/json"}
+    )
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == field
+    assert not service.requests

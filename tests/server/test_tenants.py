@@ -426,13 +426,20 @@ def test_a_tenants_key_asks_for_what_is_his_alone(tmp_path: Path) -> None:
             return count
 
         prompt = {"tokens": PROMPT}
-        for fields in ({"session_id": "s"}, {"cache_salt": "x"}):
+        longest = "\u754c" * 256
+        for fields in ({"session_id": "s"}, {"session_id": longest}, {"cache_salt": "x"}):
             body = {"prompt": PROMPT, "max_tokens": 2, **fields}
             assert http.post("/v1/completions", json=body, headers=bearer("key-a")).status_code == 200
         whole = len(PROMPT) // 16 * 16
-        his = [prompt, {"session": "s"}, {**prompt, "cache_salt": "x"}, {"tenant": "salt:tenant:alice"}]
+        his = [
+            prompt,
+            {"session": longest},
+            {"session": "s"},
+            {**prompt, "cache_salt": "x"},
+            {"tenant": "salt:tenant:alice"},
+        ]
         assert all(on_device("key-a", selector) >= whole for selector in his)
-        assert all(on_device("key-b", selector) == 0 for selector in his[:3])
+        assert all(on_device("key-b", selector) == 0 for selector in his[:4])
         for selector in ({"tenant": "salt:tenant:alice"}, {"everything": True}, {"tenant": ""}):
             for verb, fields in (("locate", {}), ("forget", {}), ("hold", {"ttl_s": 9.0})):
                 status, refused = wish("key-b", verb, selector, **fields)
@@ -457,7 +464,7 @@ def test_a_tenants_key_asks_for_what_is_his_alone(tmp_path: Path) -> None:
         rows = http.get("/hicache/tenants", headers=bearer("key-a")).json()["tenants"]
         assert [row["tenant"] for row in rows] == ["salt:tenant:alice"]
         assert wish("key-a", "forget", prompt)[0] in (200, 202)
-        assert on_device("key-a", prompt) == 0 and on_device("key-a", his[2]) >= whole
+        assert on_device("key-a", prompt) == 0 and on_device("key-a", his[3]) >= whole
 
 
 def listed(http: TestClient, key: str) -> list[dict[str, Any]]:
@@ -471,3 +478,32 @@ def test_without_an_admin_key_tenants_ask_for_their_own_and_nobody_else_does() -
         http.get("/hicache/tenants", headers=bearer(key)).status_code for key in ("key-a", "user", "wrong")
     ]
     assert statuses == [200, 400, 401]
+
+
+@pytest.mark.parametrize(
+    ("selector", "field"),
+    [
+        ({"tokens": [1] * 101}, "selector.tokens"),
+        ({"text": "x" * 101}, "selector.tokens"),
+        ({"text": 3}, "selector.text"),
+        ({"messages": [{"role": "user", "content": "hi", "x": 1}]}, "selector.messages.0.x"),
+        ({"messages": [{str(n): n for n in range(50)}] * 40}, "selector.messages"),
+        ({"messages": [{"role": "user", "content": None}]}, "selector.messages.0.content"),
+        ({"session": "s" * 257}, "selector.session"),
+        ({"tokens": [1], "cache_salt": 3}, "selector.cache_salt"),
+    ],
+)
+def test_what_a_tenants_wish_may_not_have_is_named(selector: dict[str, Any], field: str) -> None:
+    """In the form of all listeners. A prefix longer than the context is in no cache, and work to read."""
+    http = client(ScriptedService(), Keys("user", None, TENANTS))
+    reply = http.post("/hicache/prefix/locate", json={"selector": selector}, headers=bearer("key-a"))
+    assert reply.status_code == 400 and reply.json()["field"] == field, reply.text
+    assert reply.json()["message"].startswith(field)
+
+
+@pytest.mark.parametrize("body", ["{", "[]", "[" + "0," * (1 << 20) + "0]"])
+def test_a_wish_that_is_no_object_is_refused_by_why(body: str) -> None:
+    http = client(ScriptedService(), Keys("user", "admin", TENANTS))
+    reply = http.post("/hicache/intents", content=body, headers=bearer("admin"))
+    assert reply.status_code == 400 and reply.json()["message"].startswith("body: "), reply.text
+    assert ("1048576 values" in reply.json()["message"]) == (len(body) > 9)

@@ -143,7 +143,7 @@ class Engine:
         request = self._scheduler.remove(rid)
         if request is None:
             return False
-        self._wishes.drop(rid)
+        self._wishes.drop(request)
         self._ended.append(self._answers.end(request, FINISH_ABORT))
         return True
 

@@ -10,6 +10,7 @@ from hiradix.apps.engine.api import PromptWish
 from hiradix.apps.engine.request import Request
 from hiradix.intents import ANY_SESSION, COMMON, BadIntent, Intent, Receipt, Selector, Verb
 from hiradix.intents.http import intent_of
+from hiradix.policy.admission_controller import session_name
 from hiradix.prefix_cache import PrefixCache
 from hiradix.tree import RadixKey
 
@@ -21,6 +22,13 @@ NOT_LEARNED: Final = "the eviction policy learns nothing of sessions"
 def owner_of(key: RadixKey) -> str:
     """The tenant who wishes what a request in this namespace does."""
     return key.space.tenant or COMMON
+
+
+def series_of(key: RadixKey, session: str) -> str:
+    """The series of the holds of a session, which is of a namespace, whatever the client calls it."""
+    if not session:
+        return ANY_SESSION
+    return session_name(key.space.cache_salt or "", session, key.space.extra_key)
 
 
 class RequestWishes:
@@ -48,13 +56,19 @@ class RequestWishes:
             answers.append((request.session_hint, self._hinted(request, request.session_hint)))
         return tuple({"field": field, **self._shown(found)} for field, found in answers)
 
-    def drop(self, rid: str) -> None:
-        """The request ends without an answer. What it asked for goes on."""
-        self._answers.pop(rid, None)
+    def drop(self, request: Request) -> None:
+        """The request ends without an answer, its pages in the cache: ask for forgets. What else it asked for
+        goes on."""
+        self._answers.pop(request.rid, None)
+        for wish in request.wishes:
+            if wish.body.get("verb") == FORGET:
+                self._submit(request, wish)
 
     def end_session(self, key: RadixKey, session: str) -> int:
         """End the leases of a session that goes on no more, and return their number."""
-        return self._cache.cache.intents.end_series(owner_of(key), session) if session else 0
+        if not session:
+            return 0
+        return self._cache.cache.intents.end_series(owner_of(key), series_of(key, session))
 
     def _submit(self, request: Request, wish: PromptWish) -> Receipt | Mapping[str, Any]:
         if wish.answer is not None:
@@ -83,7 +97,7 @@ class RequestWishes:
         intent = intent_of(body, owner, selector=Selector.prefix(key))
         if intent.verb is not Verb.HOLD:
             return intent
-        return replace(intent, series=request.session_id or ANY_SESSION)
+        return replace(intent, series=series_of(key, request.session_id))
 
     def _hinted(self, request: Request, hint: str) -> Mapping[str, Any]:
         """The answer to `end_of_session` or `keep_alive`, which the cache was told with the request's end."""
@@ -108,9 +122,11 @@ class RequestWishes:
             "verb": intent.verb.value,
             "where": intent.target or "+".join(intent.tiers),
             "state": receipt.state.value,
-            "tokens": receipt.done.tokens,
-            "of_tokens": receipt.total.tokens,
         }
+        if intent.verb is Verb.LOCATE:
+            known = {tier: one.tokens for tier, one in receipt.found.items() if one.is_known}
+            return shown | {"found": known} | ({"reason": receipt.reason} if receipt.reason else {})
+        shown |= {"tokens": receipt.done.tokens, "of_tokens": receipt.total.tokens}
         if intent.verb is Verb.HOLD:
             shown["remaining_s"] = round(receipt.remaining_s, 1)
         more = {"clipped": receipt.clipped, "reason": receipt.reason, "saved_tokens": receipt.saved_tokens}

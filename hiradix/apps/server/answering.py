@@ -216,8 +216,8 @@ class Answering:
             return asked.wish
         try:
             part = await self.token_ids(asked.upto, field, None)
-        except ApiError as error:  # a template that renders no part of it
-            answer = {"state": "refused", "reason": f"its place is not known: {error.message}"}
+        except (ApiError, TimeoutError) as error:  # such as a template that renders no part of it
+            answer = {"state": "refused", "reason": f"its place is not known: {error}"}
             return replace(asked.wish, answer=answer)
         differs = compress(count(), map(ne, part, ids))
         return replace(asked.wish, num_tokens=next(differs, min(len(part), len(ids))))

@@ -13,6 +13,7 @@ from fastapi import APIRouter, Request
 from pydantic import ValidationError
 from starlette.responses import JSONResponse, Response
 
+from hiradix.apps.engine.api import ChatPrompt
 from hiradix.apps.server import audit
 from hiradix.apps.server.answering import Answering
 from hiradix.apps.server.auth import caller_of
@@ -20,9 +21,17 @@ from hiradix.apps.server.errors import ApiError
 from hiradix.apps.server.intake import received
 from hiradix.apps.server.json_text import parse
 from hiradix.apps.server.messages import Messages, plain_messages
-from hiradix.apps.server.schema import TENANT_SALT, Owner, StrictBody, first_error, namespace_of
+from hiradix.apps.server.schema import (
+    MAX_ERRORS,
+    MAX_SESSION_CHARS,
+    TENANT_SALT,
+    Owner,
+    StrictBody,
+    first_error,
+    namespace_of,
+)
 from hiradix.apps.server.service import Service
-from hiradix.intents.http import INTENTS, PREFIX, TENANTS, IntentApi, IntentBody
+from hiradix.intents.http import INTENTS, PREFIX, TENANTS, IntentApi, IntentBody, IntentReply
 from hiradix.intents.records import OPERATOR
 from hiradix.policy.admission_controller import session_name
 from hiradix.tree import RadixKey
@@ -77,13 +86,16 @@ class IntentEndpoints:
     async def answer(self, request: Request) -> Response:
         """Any method on any of the paths."""
         path = request.url.path
-        body: IntentBody = ""
         if not IntentApi.has(path):
             raise ApiError(f"{request.method} {path}: Not Found", status=404)
         owner = Owner(caller_of(request.scope).tenant)
-        if request.method == "POST":
-            body = await self._body(request, owner)
-        answer = await self._service.answer_intent(request.method, path, body, _asked_by(owner))
+        try:
+            body: IntentBody = await self._body(request, owner) if request.method == "POST" else ""
+            answer = await self._service.answer_intent(request.method, path, body, _asked_by(owner))
+        except ApiError as error:
+            if error.status != 400:
+                raise
+            answer = IntentReply(400, {"message": error.message, "field": error.param})
         if request.method != "GET":
             said = answer.body.get("state") or answer.body.get("message", "")
             audit.act(request.scope, f"{request.method} {path}", audit.plain(f"{answer.status} {said}"))
@@ -95,17 +107,25 @@ class IntentEndpoints:
         with self._answering.intake.body() as share:
             data = await received(request, MAX_BODY_BYTES, share)
             body = await share.work(partial(_object, data), len(data))
-            if isinstance(body, str):
-                return body
             selector = body.get("selector")
             if isinstance(selector, dict):
-                await self._prepare(selector, owner)
+                for field in ("text", "messages"):
+                    if selector.get(field) is not None and selector.get("tokens") is None:
+                        make = partial(self._prompt, field, selector.pop(field))
+                        prompt, where = await share.work(make, len(data)), f"selector.{field}"
+                        selector["tokens"] = list(await self._answering.token_ids(prompt, where, self._most))
+                self._prepare(selector, owner)
             return body
 
-    async def _prepare(self, selector: dict[str, Any], owner: Owner) -> None:
-        for field in ("text", "messages"):
-            if selector.get(field) is not None and selector.get("tokens") is None:
-                selector["tokens"] = await self._tokens(field, selector.pop(field))
+    @property
+    def _most(self) -> int:
+        """The most tokens of a prefix: no longer one is cached, and the engine's thread reads them."""
+        return self._service.context_length
+
+    def _prepare(self, selector: dict[str, Any], owner: Owner) -> None:
+        tokens = selector.get("tokens")
+        if isinstance(tokens, list) and len(tokens) > self._most:
+            raise ApiError(f"selector.tokens: more than the context's {self._most}", param="selector.tokens")
         if owner.tenant is not None and any(selector.get(kind) is not None for kind in SPACED):
             given = [selector.get(name) for name in ("extra_key", "cache_salt")]
             for name, value in zip(("extra_key", "cache_salt"), given, strict=True):
@@ -114,33 +134,40 @@ class IntentEndpoints:
             selector["extra_key"], selector["cache_salt"] = namespace_of(owner, *given)
         session = selector.get("session")
         if isinstance(session, str) and session:
+            if len(session) > MAX_SESSION_CHARS:
+                why = f"selector.session: longer than {MAX_SESSION_CHARS} characters"
+                raise ApiError(why, param="selector.session")
             salt, adapter = selector.get("cache_salt"), selector.get("extra_key")
             selector["session"] = session_name(str(salt or ""), session, adapter)
 
-    async def _tokens(self, field: str, given: Any) -> list[int]:
-        where = f"selector.{field}"
+    def _prompt(self, field: str, given: Any) -> str | ChatPrompt:
+        """The text or the conversation in a selector. ApiError."""
         if field == "text":
             if not isinstance(given, str):
-                raise ApiError(f"{where}: expected a text", param=where)
-            return list(await self._answering.token_ids(given, where, None))
+                raise ApiError("selector.text: expected a text", param="selector.text")
+            return given
         try:
             messages = SelectorMessages.model_validate({"messages": given}).messages
-            conversation = self._answering.conversation(plain_messages(messages))
+            return self._answering.conversation(plain_messages(messages))
         except ValidationError as error:
+            if (num_errors := error.error_count()) > MAX_ERRORS:  # to list them would take seconds
+                why = f"selector.messages: {num_errors} values are wrong"
+                raise ApiError(why, param="selector.messages") from error
             name, message = first_error(error)
             raise ApiError(f"selector.{message}", param=f"selector.{name}") from error
         except ApiError as error:
             raise ApiError(f"selector.{error.message}", param=f"selector.{error.param}") from error
-        return list(await self._answering.token_ids(conversation, where, None))
 
 
-def _object(data: bytes) -> dict[str, Any] | str:
-    """The object that is in a body; of another, a short one that is refused for the same reason."""
+def _object(data: bytes) -> dict[str, Any]:
+    """The object that is in a body. ApiError."""
     try:
         body = parse(data)
-    except (ValueError, RecursionError):
-        return "?"
-    return body if isinstance(body, dict) else "[]"
+    except (ValueError, RecursionError) as error:
+        raise ApiError(f"body: is not valid JSON: {error}", param="body") from error
+    if not isinstance(body, dict):
+        raise ApiError("body: expected an object", param="body")
+    return body
 
 
 def _asked_by(owner: Owner) -> str:

@@ -186,11 +186,12 @@ def marks_of(messages: Sequence[MessageBody]) -> list[CacheMark]:
     return found
 
 
-def cut_at(messages: Sequence[MessageBody], number: int, place: int) -> list[Json]:
-    """Messages up to a part of one of them, as the chat template takes them. ApiError."""
-    content = messages[number].content
-    parts = content[: place + 1] if isinstance(content, list) else content
-    return plain_messages([*messages[:number], messages[number].model_copy(update={"content": parts})])
+def cut_at(messages: Sequence[MessageBody], plain: Sequence[Json], number: int, place: int) -> list[Json]:
+    """Messages up to a part of one of them, as the chat template takes them. plain: all of them so."""
+    content, last = messages[number].content, plain[number]
+    if isinstance(content, list):
+        last = {**last, "content": joined_text(content[: place + 1])}
+    return [*plain[:number], last]
 
 
 FunctionName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:-]+$")]

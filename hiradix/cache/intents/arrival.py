@@ -51,11 +51,12 @@ class Arrival:
         wanted = min(self.num_pages, most_pages)
         head = self.key.head(wanted, self._planner.tree.page_size)
         match = self._planner.match(head)
-        if not wanted or self.usable(wanted).end >= wanted:
+        there, known = self.usable(wanted).end, match.loadable_node.end
+        if not wanted or there >= wanted:
             self.is_ended = True
-        elif match.loadable_node.end < wanted and not self._was_fetched:
+        elif known < wanted and not self._was_fetched:
             self._fetch(head, match.loadable_node)
-        elif self._num_orders < MAX_ORDERS and self._order(match.loadable_node):
+        elif there < known and self._num_orders < MAX_ORDERS and self._order(match.loadable_node):
             self._num_orders += 1
         else:
             self.is_ended = True

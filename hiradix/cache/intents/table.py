@@ -8,7 +8,7 @@ What is decided follows from the calls, the tree, agreed results and the common 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from hiradix.cache.intents.bringing import Copying, Persisting, Warming
@@ -19,6 +19,7 @@ from hiradix.cache.intents.leases import NEEDED, Lease, LeaseBook
 from hiradix.cache.intents.locating import Locating
 from hiradix.cache.intents.planner import TIERS_BY_NAME, Planner
 from hiradix.cache.intents.removals import Removal
+from hiradix.cache.intents.selection import nodes_of
 from hiradix.cache.intents.sessions import Sessions
 from hiradix.errors import Misuse
 from hiradix.intents import (
@@ -46,21 +47,23 @@ MAX_RECEIPT_TOKENS: Final = 1 << 22  # of prefixes that wishes which have ended 
 class Intents:
     """The wishes of one cache. Scheduler thread only.
 
-    other_stores: the names of stores beside the cache's own, as of now.
+    other_stores: the names of stores beside the cache's own, as of now. look: reads the planner's clock anew, on
+    all ranks, where nothing else does; None: it goes by itself.
     """
 
     def __init__(
         self, planner: Planner, limits: IntentLimits | None = None,
-        other_stores: Callable[[], tuple[str, ...]] = tuple,
+        other_stores: Callable[[], tuple[str, ...]] = tuple, look: Callable[[], None] | None = None,
     ):  # fmt: skip
         self.limits = limits or IntentLimits()
         self.planner = planner
         self.book = LeaseBook(planner, self.limits)
         self.sessions = Sessions(planner.tree, self.limits.max_sessions)
         self._other_stores = other_stores
+        self._look = look
         self._jobs: OrderedDict[int, IntentJob] = OrderedDict()  # open and ended, oldest first
         self._open: dict[int, IntentJob] = {}
-        self._renewals: list[tuple[Lease, Intent]] = []
+        self._renewals: dict[Lease, Intent] = {}  # of the next tick, the last one of each
         self._last_id = self._num_holds = 0
         self._ended: dict[tuple[str, str], int] = {}
         self._forgotten: dict[str, int] = {}
@@ -73,11 +76,13 @@ class Intents:
 
     def submit(self, intent: Intent) -> Receipt:
         """Take a wish: refused at once where it cannot be carried out here, else applied with the next tick."""
+        if self._look is not None:
+            self._look()
         again = self._same_lease(intent)
         if again is not None:
             refusal = self._refusal(intent, is_new=False)
             if not refusal:
-                self._renewals.append((again, intent))
+                self._renewals[again] = intent
                 self._note_turn(again)
                 return again.receipt()
         else:
@@ -146,6 +151,8 @@ class Intents:
         """Apply new wishes in their order, and go a step on with the others. Next to nothing without any."""
         if self._is_applying or not (self._open or self._renewals):
             return
+        if self._look is not None:
+            self._look()
         self._is_applying = True
         try:
             self._tick()
@@ -160,8 +167,8 @@ class Intents:
                 self._begin(job)
             else:
                 job.advance()
-        renewals, self._renewals = self._renewals, []
-        for lease, intent in renewals:
+        renewals, self._renewals = self._renewals, {}
+        for lease, intent in renewals.items():
             if lease.is_open:
                 lease.renew(intent)
         for job in list(self._open.values()):
@@ -259,11 +266,22 @@ class Intents:
                 return f"target: no store {intent.target!r} is open; others than the cache's own: {known}"
         if intent.verb is Verb.LOCATE and "storage" not in tiers:
             return ""  # it is answered at once
-        if is_new and len(self._open) >= self.limits.max_open:
-            return f"{self.limits.max_open} wishes have not ended"
-        own = sum(job.intent.asked_by == intent.asked_by for job in self._open.values())
-        if is_new and intent.asked_by != OPERATOR and own >= self.limits.max_open_of_tenant:
-            return f"{self.limits.max_open_of_tenant} wishes of {intent.asked_by!r} have not ended"
+        return self._crowd(intent) if is_new else ""
+
+    def _crowd(self, intent: Intent) -> str:
+        """The reason why a wish is one too many; "": it is not. Leases, which last, leave room for what ends by
+        itself, such as forgets; and tenants for the operator."""
+        limits, is_hold, outgrown = self.limits, intent.verb is Verb.HOLD, self._outgrown(intent)
+        alike = [
+            job.intent.asked_by
+            for job in self._open.values()
+            if isinstance(job, Lease) == is_hold and job not in outgrown
+        ]
+        own, what = alike.count(intent.asked_by), "leases" if is_hold else "wishes"
+        if (own if intent.asked_by == OPERATOR else len(alike)) >= limits.max_open:
+            return f"{limits.max_open} {what} have not ended"
+        if intent.asked_by != OPERATOR and own >= limits.max_open_of_tenant:
+            return f"{limits.max_open_of_tenant} {what} of {intent.asked_by!r} have not ended"
         return ""
 
     def _is_anothers(self, intent: Intent) -> bool:
@@ -284,14 +302,20 @@ class Intents:
         size = self.planner.tree.page_size
         if intent.series:
             leases = self._of_series(intent.asked_by, intent.series)
-            continued = [lease for lease in leases if _continues(intent, lease.intent, size)]
-            return max(continued, key=lambda lease: len(lease.intent.selector.key or ()), default=None)
+            continued = [lease for lease in leases if _continues(intent, self._next_of(lease), size)]
+            return max(
+                continued, key=lambda lease: len(self._next_of(lease).selector.key or ()), default=None
+            )
         for lease in self.book.leases.values():
             held = lease.intent
             if held.asked_by == intent.asked_by and held.tiers == intent.tiers and lease.is_open:
                 if _is_same(held.selector, intent.selector, size):
                     return lease
         return None
+
+    def _next_of(self, lease: Lease) -> Intent:
+        """The wish that a lease goes on with from the next tick."""
+        return self._renewals.get(lease, lease.intent)
 
     def _of_series(self, asked_by: str, series: str) -> list[Lease]:
         """Open leases of a series, the one renewed longest ago first."""
@@ -300,11 +324,14 @@ class Intents:
         ]
         return sorted(own, key=lambda lease: lease.renewed)
 
-    def _make_room_in_series(self, intent: Intent) -> None:
-        """A session's further lease takes the place of the one that it renewed longest ago."""
+    def _outgrown(self, intent: Intent) -> list[Lease]:
+        """The leases of its session that a further one takes the place of: the one renewed longest ago."""
         if intent.series in ("", ANY_SESSION):
-            return
-        for lease in self._of_series(intent.asked_by, intent.series)[: 1 - MOST_OF_SERIES]:
+            return []
+        return self._of_series(intent.asked_by, intent.series)[: 1 - MOST_OF_SERIES]
+
+    def _make_room_in_series(self, intent: Intent) -> None:
+        for lease in self._outgrown(intent):
             lease.end(IntentState.CANCELLED, f"its session holds {MOST_OF_SERIES} others since")
             self._close(lease)
 
@@ -368,18 +395,22 @@ class Intents:
 
     # -- figures ------------------------------------------------------------------------
 
-    def tenants(self) -> list[TenantUse]:
+    def tenants(self, only: str | None = None) -> list[TenantUse]:
         """The pages and bytes of each tenant in the tiers of the tree, those with the most bytes first.
-        O(nodes)."""
+        O(nodes); with `only` one tenant, O(his)."""
         planner, used = self.planner, dict[str, list[list[int]]]()
         kinds = len(planner.tree.components)
-        for node in planner.tree.nodes():
+        nodes: Iterable[Node] = (
+            planner.tree.nodes() if only is None else nodes_of(planner, Selector.tenant_of(only))
+        )
+        for node in nodes:
             counts = used.setdefault(node.space.tenant, [[0] * kinds, [0] * kinds])
             for tier in (DEVICE, HOST):
                 for c, more in enumerate(planner.pages_of(node, tier)):
                     counts[tier][c] += more
         for lease in self.book.leases.values():
-            used.setdefault(lease.intent.asked_by, [[0] * kinds, [0] * kinds])
+            if only in (None, lease.intent.asked_by):
+                used.setdefault(lease.intent.asked_by, [[0] * kinds, [0] * kinds])
         found = []
         for tenant, (device, host) in used.items():
             leases = [lease for lease in self.book.leases.values() if lease.intent.asked_by == tenant]

@@ -77,7 +77,7 @@ class ChatBody(GenerationBody, RenderedBody):
         use, form = answer_form(answering, use, forced, self.form(), self.json_schema_of_answer())
         messages = plain_messages(self.messages)
         marked = of_marks(
-            marks_of(self.messages), messages, partial(cut_at, self.messages),
+            marks_of(self.messages), messages, partial(cut_at, self.messages, messages),
             partial(self.beginning, answering, tools=tools),
         )  # fmt: skip
         return ApiRequest(
