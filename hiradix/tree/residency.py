@@ -25,6 +25,7 @@ from hiradix.tree.node import (
     Component,
     DeadLeaf,
     Freed,
+    Granularity,
     Ids,
     Node,
     Pages,
@@ -205,6 +206,11 @@ class Residencies:
             for places in tiers:
                 places.clear()
         self.host_moves_once = bool(getattr(self.orders[BACKBONE][HOST], "path_moves_once", False))
+
+    def use(self, granularity: Granularity) -> None:
+        """Cut victims and paths by `granularity` from here on."""
+        self.granularity = granularity
+        self.waste = [[self._waste_of(order) for order in orders] for orders in self.orders]
 
     def _waste_of(self, order: EvictionOrder) -> int:
         """The `waste` that holds for an order: see `Granularity`. Raises Misuse if it is below 1."""

@@ -17,7 +17,7 @@ from hiradix.tree import RadixKey
 from tests.cache.component_world import DEVICE, HOST, Admitted, ComponentWorld, Draw, Setup
 from tests.seeds import is_enough, seeded, seeds
 
-NUM_RUNS = int(os.environ.get("HIRADIX_COMPONENT_RUNS", "120"))
+NUM_RUNS = int(os.environ.get("HIRADIX_COMPONENT_RUNS", "240"))
 NUM_MOVES = 80
 NUM_CHUNKS = 8
 VALUES = {

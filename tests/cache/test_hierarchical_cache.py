@@ -12,7 +12,7 @@ from hiradix.tree import RadixKey
 from tests.cache.world import PAGE_SIZE, Setup, World
 from tests.seeds import is_enough, seeded, seeds
 
-NUM_SEEDS = int(os.environ.get("HIRADIX_CACHE_SEEDS", "10"))
+NUM_SEEDS = int(os.environ.get("HIRADIX_CACHE_SEEDS", "20"))
 NUM_STEPS = 150
 NAMESPACES = (None, "tenant-a")
 SETUPS = (

@@ -86,7 +86,7 @@ class OurSide(Side):
         params = self.params()
         self.cache: Any = self._tiered(params, setup) if setup.host_ratio else RadixCache(params)
         if manner.as_inserted:
-            self.cache.tree._residencies.granularity = AS_INSERTED  # the class has no parameter for it
+            self.cache.tree._residencies.use(AS_INSERTED)  # the class has no parameter for it
 
     def make_pools(self, setup: Setup) -> None:
         """Make `allocator` and `kv`."""
@@ -171,7 +171,7 @@ class OurWindowSide(WindowSide, OurSide):
         self.cache = SWARadixCache(params)
         store = self.cache.tree._residencies
         if manner.as_inserted:
-            store.granularity = AS_INSERTED
+            store.use(AS_INSERTED)
         store.dead_leaf = manner.dead_leaf
         if manner.with_window:
             self._drop_with_window(store)

@@ -22,7 +22,7 @@ from tests.tree.steps import num_steps
 
 def chain(cache: RadixCache, length: int) -> None:
     """A node per token, each below the one before."""
-    cache.tree._residencies.granularity = AS_INSERTED
+    cache.tree._residencies.use(AS_INSERTED)
     allocator = cache.token_to_kv_pool_allocator
     slots = torch.cat([allocator.alloc(1) for _ in range(length)])
     for end in range(1, length + 1):

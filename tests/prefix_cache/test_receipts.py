@@ -202,7 +202,7 @@ class Holders(RuleBasedStateMachine):
             self.cache: PrefixCache = SwaBench(400, 400, 1, 3).cache
         else:
             self.cache = RadixCache(CacheInitParams(False, rows, SlotAllocator(400, 1), 1))
-        self.cache.tree._residencies.granularity = Granularity(long_path=2)
+        self.cache.tree._residencies.use(Granularity(long_path=2))
         self.by_node: dict[tuple[int, ...], int] = {}
         self.nodes: dict[tuple[int, ...], Node] = {}
         self.receipts: list[tuple[tuple[int, ...], LockReceipt]] = []

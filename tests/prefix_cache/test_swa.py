@@ -50,7 +50,7 @@ def insert(bench: SwaBench, tokens: list[int], shared: int = 0) -> int:
 
 def in_policy_order(bench: SwaBench) -> None:
     """Evict windows strictly by last use, spare ones too."""
-    bench.cache.tree._residencies.granularity = AS_INSERTED
+    bench.cache.tree._residencies.use(AS_INSERTED)
 
 
 def matched(bench: SwaBench, tokens: list[int]) -> torch.Tensor:

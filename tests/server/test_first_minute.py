@@ -107,7 +107,7 @@ def test_the_endpoints_are_described() -> None:
     for path, one in operations:
         named = [known["name"] for known in one["parameters"] if known["in"] == "path"]
         assert sorted(named) == sorted(re.findall(r"{(\w+)}", path)), path
-    wish = schema["components"]["schemas"]["IntentBody"]["properties"]
+    wish = schema["components"]["schemas"]["WishBody"]["properties"]
     assert set(wish) == set(intents_http.FIELDS), "the schema has the fields that are read"
     chat = schema["components"]["schemas"]["ChatBody"]["properties"]
     assert {"messages", "tools", "response_format", "top_k"} <= set(chat)

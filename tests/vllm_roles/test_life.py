@@ -76,11 +76,12 @@ def test_figures_are_told_once() -> None:
     vllm = MiniVLLM(World())
     vllm.add(request("a", 4))
     vllm.drain()
-    assert vllm.role.take_stats() == {"saved_pages": 4}
+    computed = {"computed_never_seen_tokens": 4 * S, "computed_boundary_tokens": 1}
+    assert vllm.role.take_stats() == {"saved_pages": 4, **computed}
     assert vllm.role.take_stats() == {}
     vllm.add(request("b", 4))
     vllm.drain()
-    assert vllm.role.take_stats() == {"hit_tokens": 4 * S, "loaded_pages": 4}
+    assert vllm.role.take_stats() == {"hit_tokens": 4 * S, "loaded_pages": 4, "computed_boundary_tokens": 1}
     assert vllm.role.take_stats() == {}
 
 
