@@ -30,7 +30,7 @@ from tests.planting import ROOT, Function, Planting, copied, failing_test, local
 TIMEOUT_S = 90
 LANE = ("cache", "transfer", "policy", "memory")  # a mutant that survives costs its suite: those of seconds
 TABLES = ("tests.tree.mutation", "tests.cache.planted", "tests.simulation.kill_table")
-ONE_FUNCTION_IN, ONE_BUG_IN = 200, 90
+ONE_FUNCTION_IN, ONE_BUG_IN = 130, 60
 LEAST_KILLED = 0.5  # of the few mutants that the lane draws; of the named bugs all are to be
 
 EQUIVALENT: dict[tuple[str, str, str], str] = {
