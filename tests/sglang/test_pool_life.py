@@ -20,7 +20,7 @@ from hiradix.memory import DevicePool
 from hiradix.memory.engine_pools import device_pool
 from hiradix.prefix_cache import ModelIdentity, RadixCache, build_prefix_cache
 from hiradix.transfer import Runtime
-from tests.sglang.rig import Rig
+from tests.sglang.rig import Rig, explained
 from tests.sglang.test_pools import SERVED, Described, bytes_of, sizes_of_the_cpu  # noqa: F401
 
 KINDS = [name for name in SERVED if any(word in name for word in ("FP4", "MXFP8", "DSA", "fp4", "Sparse"))]
@@ -44,7 +44,9 @@ class PoolRig(Rig):
 
     def make_inner(self, config: HiCacheConfig, params: Any, runtime: Runtime) -> RadixCache:
         self.pool = device_pool(self.kvcache, self.page)
-        return build_prefix_cache(config, own_params(params), self.pool, ModelIdentity("rig"), runtime)
+        return build_prefix_cache(
+            config, explained(own_params(params)), self.pool, ModelIdentity("rig"), runtime
+        )
 
     def fill(self, slots: torch.Tensor, values: torch.Tensor) -> None:
         """Whole pages alone: of others nothing is kept."""

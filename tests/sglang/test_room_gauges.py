@@ -26,7 +26,9 @@ def test_gauges_follow_the_room_and_the_storage(monkeypatch: pytest.MonkeyPatch)
         cache=SimpleNamespace(prefetcher=prefetcher, counters=counters),
         controller=SimpleNamespace(stats=lambda: stats),
     )
-    feed = MetricsFeed(SimpleNamespace(inner=inner, page_size=4, metrics_collector=None), True)
+    feed = MetricsFeed(
+        SimpleNamespace(inner=inner, page_size=4, metrics_collector=None, explainer=None), True
+    )
 
     def shown(name: str) -> list[float | None]:
         labels = {"storage_backend": name, "pp_size": "1", "attn_cp_rank": "0", "attn_cp_size": "1"}
