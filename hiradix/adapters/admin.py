@@ -105,35 +105,17 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 10.0
 
     def do_GET(self) -> None:
-        if not self._may():
-            return
-        if self._is_wish():
-            self._wish()
-        elif self._is_explain():
-            self._explain()
-        elif (show := self.server.calls.show) is not None:
+        show = self.server.calls.show
+        if self._is_for_storage() and show is not None:
             self._answer(200, redact(show()))
 
     def do_POST(self) -> None:
-        if self._may():
-            if self._is_wish():
-                self._wish()
-            elif self._is_explain():
-                self._only_get()
-            else:
-                self._answer(405, {"message": f"{PATH}: GET, PUT or DELETE"})
+        if self._is_for_storage():
+            self._answer(405, {"message": f"{PATH}: GET, PUT or DELETE"})
 
     def do_PUT(self) -> None:
-        if not self._may():
-            return
-        if self._is_wish():
-            self._wish()
-            return
-        if self._is_explain():
-            self._only_get()
-            return
         ask = self.server.calls.ask
-        if ask is None:
+        if not self._is_for_storage() or ask is None:
             return
         try:
             asked = _parsed(self.rfile.read(self._length()), self.server.calls.rules)
@@ -146,16 +128,23 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(202, {"message": f"{asked[0]} is attached with the next step"})
 
     def do_DELETE(self) -> None:
-        if not self._may():
-            return
-        if self._is_wish():
-            self._wish()
-        elif self._is_explain():
-            self._only_get()
-        elif (ask := self.server.calls.ask) is not None:
+        ask = self.server.calls.ask
+        if self._is_for_storage() and ask is not None:
             ask(None, ExtraConfig(), None)
             self._log("detach of storage", "asked")
             self._answer(202, {"message": "storage is detached with the next step"})
+
+    def _is_for_storage(self) -> bool:
+        """Whether the request is about storage and may be made; any other one is answered here."""
+        if not self._may():
+            return False
+        if self._is_wish():
+            self._wish()
+        elif self._is_explain():
+            self._explain()
+        else:
+            return True
+        return False
 
     @property
     def _place(self) -> str:
@@ -180,12 +169,12 @@ class _Handler(BaseHTTPRequestHandler):
         is_asked = self._place == EXPLAIN or self._place.startswith(EXPLAIN + "/")
         return self.server.calls.explanations is not None and is_asked
 
-    def _only_get(self) -> None:
-        self._answer(405, {"message": f"{EXPLAIN}: GET"})
-
     def _explain(self) -> None:
         explanations = self.server.calls.explanations
         if explanations is None:
+            return
+        if self.command != "GET":
+            self._answer(405, {"message": f"{EXPLAIN}: GET"})
             return
         try:
             if self._place == EXPLAIN:

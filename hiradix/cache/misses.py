@@ -75,6 +75,13 @@ class Misses:
         self.tokens_by_reason += found.tokens_by_reason()
         return found
 
+    def in_storage(self, found: tuple[int, Reason, float] | None) -> list[Withheld]:
+        """The tokens that storage did not bring, from what `Prefetcher.pop_withheld` says of a prompt."""
+        if found is None:
+            return []
+        end, reason, waited_s = found
+        return [Withheld(end * self._tree.page_size, reason, "in storage", waited_s)]
+
     def _computed(self, key: RadixKey, start: int, end: int) -> Iterator[Span]:
         """Reasons for tokens [start, end) of a prompt, by what the cache has and had of `key`."""
         size = self._tree.page_size

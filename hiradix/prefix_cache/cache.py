@@ -767,10 +767,7 @@ class PrefixCache:
             reason = self.cache.load_refusal or Reason.DAMAGED
             withheld.append(Withheld(hit.device + index(refused), reason, "on the host"))
         if self._prefetcher is not None:
-            found = self._prefetcher.pop_withheld(req.rid)
-            if found is not None:
-                end, reason, waited_s = found
-                withheld.append(Withheld(end * self.page_size, reason, "in storage", waited_s))
+            withheld += misses.in_storage(self._prefetcher.pop_withheld(req.rid))
         prompt = req.origin_input_ids
         key = self._key(prompt[: len(prompt) - 1 if looked_up is None else index(looked_up)], req)
         return misses.explain(req.rid, key, len(prompt), hit, withheld)

@@ -18,12 +18,11 @@ class RequestExplainer:
     recent: of the last requests, for other threads. num_explained: since start.
     """
 
-    def __init__(self, misses: Misses, prefetcher: Prefetcher, page_size: int):
+    def __init__(self, misses: Misses, prefetcher: Prefetcher):
         self.recent = RecentExplanations()
         self.num_explained = 0
         self._misses = misses
         self._prefetcher = prefetcher
-        self._page_size = page_size
 
     @staticmethod
     def refused(req: Any, end: int, reason: Reason | None) -> None:
@@ -47,9 +46,7 @@ class RequestExplainer:
         if refused is not None and key is getattr(req, "hiradix_key", None):
             withheld.append(refused)
         req.hiradix_refused = None, None
-        if (found := self._prefetcher.pop_withheld(handle)) is not None:
-            end, reason, waited_s = found
-            withheld.append(Withheld(end * self._page_size, reason, "in storage", waited_s))
+        withheld += self._misses.in_storage(self._prefetcher.pop_withheld(handle))
         hit = Hit(req.cached_tokens_device, req.cached_tokens_host, req.cached_tokens_storage)
         num_tokens = len(req.origin_input_ids)
         self.recent.keep(self._misses.explain(req.rid, make_key(req), num_tokens, hit, withheld))

@@ -58,7 +58,7 @@ class MetricsFeed:
         if self._storage is None:
             collector = resolve_collector_class(STAT_LOGGER_ROLE_STORAGE, StorageMetricsCollector)
             self._storage = collector(labels=labels)
-            kind = collector._gauge_cls or _plain_gauge()
+            kind = collector._gauge_cls or _prometheus().Gauge
             self._room_gauges = [
                 kind(gauge, text, labelnames=list(labels), multiprocess_mode="mostrecent")
                 for gauge, text in ROOM_GAUGES.items()
@@ -101,7 +101,7 @@ class MetricsFeed:
         labels = self._cache.metrics_collector.labels
         if self._computed is None:
             names = [*labels, "reason"]
-            kind = self._cache.metrics_collector._counter_cls or _plain_counter()
+            kind = self._cache.metrics_collector._counter_cls or _prometheus().Counter
             self._computed = kind("hiradix:computed_tokens", COMPUTED_TEXT, labelnames=names)
         for reason, total in computed.items():
             self._computed.labels(**labels, reason=reason).inc(self._growth("computed " + reason, total))
@@ -145,15 +145,8 @@ class MetricsFeed:
         )
 
 
-def _plain_counter() -> Any:
-    """Prometheus's counter, imported only now: see `_plain_gauge`."""
-    from prometheus_client import Counter
+def _prometheus() -> Any:
+    """Prometheus's client, imported only now: SGLang must first set where processes share their figures."""
+    import prometheus_client
 
-    return Counter
-
-
-def _plain_gauge() -> Any:
-    """Prometheus's gauge, imported only now: SGLang must first set where processes share their figures."""
-    from prometheus_client import Gauge
-
-    return Gauge
+    return prometheus_client

@@ -64,7 +64,7 @@ class HiRadixHostCache(HiRadixPrefixCache):
         self._prefetcher = inner.cache.prefetcher
         self.explainer: RequestExplainer | None = None
         if inner.cache.misses is not None:
-            self.explainer = RequestExplainer(inner.cache.misses, self._prefetcher, self.page_size)
+            self.explainer = RequestExplainer(inner.cache.misses, self._prefetcher)
         self._weights = UNSEEN
         self._extra = ExtraConfig()  # of the storage that is attached
         self.attach_rules = AttachRules()

@@ -58,9 +58,7 @@ class HostTierExplainer:
         if num_weighed and not is_worth:
             end = tracked.local_tokens + num_weighed * size
             withheld.append(Withheld(end, Reason.PREDICTED_SLOWER, "on the host"))
-        if (found := self._prefetcher.pop_withheld(request.request_id)) is not None:
-            page, reason, waited_s = found
-            withheld.append(Withheld(page * size, reason, "in storage", waited_s))
+        withheld += self._misses.in_storage(self._prefetcher.pop_withheld(request.request_id))
         return AskedTiers(self._prefetcher.pop_loaded_span(request.request_id), tuple(withheld))
 
     def explain(self, tracked: Tracked, num_loaded: int, asked: AskedTiers) -> None:

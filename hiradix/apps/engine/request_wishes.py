@@ -48,10 +48,7 @@ class RequestWishes:
         """The request is answered and its pages are in the cache: ask for forgets, and what became of all."""
         if not (request.wishes or request.session_hint):
             return ()
-        answers = self._answers.pop(request.rid, [])
-        for wish in request.wishes:
-            if wish.body.get("verb") == FORGET:
-                answers.append((wish.asked_by, self._submit(request, wish)))
+        answers = self._answers.pop(request.rid, []) + self._forget(request)
         if request.session_hint is not None:
             answers.append((request.session_hint, self._hinted(request, request.session_hint)))
         return tuple({"field": field, **self._shown(found)} for field, found in answers)
@@ -60,9 +57,12 @@ class RequestWishes:
         """The request ends without an answer, its pages in the cache: ask for forgets. What else it asked for
         goes on."""
         self._answers.pop(request.rid, None)
-        for wish in request.wishes:
-            if wish.body.get("verb") == FORGET:
-                self._submit(request, wish)
+        self._forget(request)
+
+    def _forget(self, request: Request) -> list[tuple[str, Receipt | Mapping[str, Any]]]:
+        """Ask for the forgets of a request that has ended, and return their answers."""
+        forgets = [wish for wish in request.wishes if wish.body.get("verb") == FORGET]
+        return [(wish.asked_by, self._submit(request, wish)) for wish in forgets]
 
     def end_session(self, key: RadixKey, session: str) -> int:
         """End the leases of a session that goes on no more, and return their number."""
