@@ -404,6 +404,21 @@ def test_storage_forgets_what_a_request_that_ran_puts_there_again(is_early):
     w.end()
 
 
+@pytest.mark.parametrize("tiers", [("storage",), ("host", "storage")])
+def test_a_forget_waits_for_a_copy_that_is_on_its_way_down(tiers):
+    w = world()
+    w.cache.attach_storage(w.stores)
+    w.driver.held.add("write")
+    w.serve(LONG)
+    forget = w.cache.intents.submit(Intent(Verb.FORGET, prefix(1, 2), tiers))
+    w.quiet()
+    assert w.now(forget).state is IntentState.RUNNING, "what is copied is stored next"
+    w.driver.held.clear()
+    w.quiet()
+    assert w.now(forget).state is IntentState.DONE and not w.storage.pages
+    w.end()
+
+
 def test_storage_forgets_nodes_that_were_merged_into_one_that_it_was_told():
     w = world(intents=replace(WIDE, pages_per_tick=1))
     w.cache.attach_storage(w.stores)

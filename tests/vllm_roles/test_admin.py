@@ -15,7 +15,7 @@ from hiradix.adapters.admin import PATH, AdminCalls, AdminServer
 from hiradix.adapters.vllm.orders import StorageSwitched
 from hiradix.config import ExtraConfig
 from hiradix.errors import ConfigError
-from hiradix.explain import Explanation, Reason, RecentExplanations, Span, TokenSource
+from hiradix.explain import MOST_KEPT, Explanation, Reason, RecentExplanations, Span, TokenSource
 from hiradix.intents.http import IntentApi
 from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy
 from hiradix.storage.attach.rules import AttachRules, Prepared, parse_rule
@@ -129,6 +129,19 @@ def test_a_length_of_thousands_of_digits_is_none(server: AdminServer) -> None:
     asking = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
     asking.request("PUT", PATH, None, headers)
     assert asking.getresponse().status == 400
+
+
+def test_only_the_latest_explanations_are_kept() -> None:
+    explanations, spans = RecentExplanations(), (Span(0, 5, TokenSource.COMPUTED, Reason.NEVER_SEEN),)
+    for number in [*range(MOST_KEPT + 2), 2]:
+        explanations.keep(Explanation(str(number), spans))
+    explanations.keep(Explanation("last", spans))
+    for name in ("0", "1", "3"):
+        with pytest.raises(ConfigError, match="is not among the last"):
+            explanations.one(name)
+    assert explanations.one("2")["prompt_tokens"] == explanations.one("4")["prompt_tokens"] == 5
+    shown: Any = explanations.latest("2")["requests"]
+    assert [one["id"] for one in shown] == ["last", "2"]
 
 
 def test_explanations_are_shown_with_the_key_alone() -> None:
